@@ -47,9 +47,10 @@ def draw_arrivals(
         times_s = _times(rng, rate_per_s, duration_s, cv)
     else:
         on_s, off_s = bursts_s
-        dense = _times(rng, rate_per_s * (on_s + off_s) / on_s, duration_s, cv)
-        spaced = (t + t // on_s * off_s for t in dense)
-        times_s = [t for t in spaced if t < duration_s]
+        # Draw the times of the bursts without the pauses, then insert the pauses.
+        dense_s = _times(rng, rate_per_s * (on_s + off_s) / on_s, duration_s, cv)
+        spaced_s = (t + t // on_s * off_s for t in dense_s)
+        times_s = [t for t in spaced_s if t < duration_s]
     choices = choose_models(weights, models_seed)
     return tuple(RequestArrival(t, next(choices)) for t in times_s)
 
@@ -74,7 +75,7 @@ def read_trace(path: Path) -> tuple[RequestArrival, ...]:
         with path.open(newline="", encoding="utf-8") as file:
             rows = csv.DictReader(file)
             if not {"time", "model"} <= set(rows.fieldnames or ()):
-                raise UsageError(f"--trace {path}: its first line has to name the columns time and model")
+                raise UsageError(f"--trace {path}: its first line must name the columns time and model")
             for row in rows:
                 at_s = float(row["time"])
                 if not np.isfinite(at_s) or not row["model"]:

@@ -24,8 +24,8 @@ examples:
   loadgen --url 127.0.0.1:8000 --find-rate --slo-ms 50
   loadgen --url 127.0.0.1:8000 --model chat --rate 0.5 --texts 64,128
 
-exit status: 0 every request was answered and the SLO met, if one was given; 1 not so; 2 the command line is wrong;
-3 the run is invalid, since requests were sent late; 130 the run was interrupted
+exit status: 0 every request was answered, and the SLO met if one was given; 1 otherwise; 2 wrong command line;
+3 invalid run, because requests were sent late; 130 interrupted run
 """
 
 
@@ -121,18 +121,32 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     add(load, "--rate", "rate_per_s", _positive, "PER_S", "requests per second, all models together")
     add(load, "--duration", "duration_s", _positive, "S", "measured seconds")
     add(load, "--warmup", "warmup_s", _not_negative, "S", "seconds of load before the measurement")
-    add(load, "--batch", "batch", _batch, "N[,N...]", "rows of a request; several sizes are drawn from")
+    add(load, "--batch", "batch", _batch, "N[,N...]", "rows of a request; of several sizes, one is drawn for each")
     add(load, "--seed", "seed", int, "N", "seed of arrival times, choice of models and inputs")
-    add(load, "--cv", "cv", _not_negative, "CV", "variation of the gaps: 1 Poisson, 0 constant, else gamma")
-    add(load, "--bursts", "bursts_s", _bursts, "ON_S,OFF_S", "requests only in the first of two spans, in turn")
+    add(
+        load,
+        "--cv",
+        "cv",
+        _not_negative,
+        "CV",
+        "coefficient of variation of the gaps: 1 is Poisson, 0 constant, else gamma",
+    )
+    add(
+        load,
+        "--bursts",
+        "bursts_s",
+        _bursts,
+        "ON_S,OFF_S",
+        "alternate ON_S seconds with requests and OFF_S seconds without",
+    )
     text = "replay requests: columns time (s), model; for texts prompt_tokens, output_tokens"
     add(load, "--trace", "trace", str, "FILE.csv", text)
-    add(load, "--concurrency", "concurrency", _count, "N", "closed loop of N clients in the place of a rate")
+    add(load, "--concurrency", "concurrency", _count, "N", "closed loop of N clients, instead of a rate")
     add(load, "--processes", "processes", _count, "N", "sender processes")
     # Contents of requests, and checks of answers
     text = "requests: .npz, .jsonl, or a folder with one per model, such as a repository with sample.json"
     add(load, "--inputs", "inputs", str, "PATH", text)
-    text = "ask models that generate texts for such ones: tokens of a prompt, tokens to generate"
+    text = "for models that generate texts: tokens of each prompt, tokens to generate"
     add(load, "--texts", "texts", _text_size, "PROMPT,OUTPUT", text)
     load.add_argument(
         "--shared-memory",
@@ -146,8 +160,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         choices=("bits", "close"),
         const="bits",
         metavar="bits|close",
-        help="count answers that differ between identical requests (bits), differ by more than rounding (close), or"
-        " are not the outputs in --inputs",
+        help="count answers that differ between identical requests (bits; close: by more than rounding), or from the"
+        " outputs in --inputs",
     )
     # The SLO's two defaults depend on each other: `cli._load_of` sets them.
     limits = parser.add_argument_group("limits")
@@ -157,7 +171,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         type=lambda text: _positive(text) / 1e3,
         default=None,
         metavar="MS",
-        help=f"SLO: latency of --slo-percentile; without it, {default.slo_s * 1e3:g} counts for goodput",
+        help="SLO for the latency at --slo-percentile; without it, goodput counts answers within"
+        f" {default.slo_s * 1e3:g} ms",
     )
     limits.add_argument(
         "--slo-percentile",
@@ -175,7 +190,12 @@ def _add_server(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     server = parser.add_argument_group("server")
     token = "bearer token to send: the file's first line that is neither empty nor a comment"
     server.add_argument("--token-file", type=Path, metavar="FILE", help=token)
-    server.add_argument("--ca", type=Path, metavar="FILE", help="certificates to check the server's with")
+    server.add_argument(
+        "--ca",
+        type=Path,
+        metavar="FILE",
+        help="certificate authorities (PEM) that may have signed the server's certificate",
+    )
     server.add_argument(
         "--repository",
         type=Path,

@@ -1,4 +1,4 @@
-"""Sends requests in an open loop, each at its drawn time regardless of earlier answers, or in a closed loop."""
+"""Sends requests in an open loop (each at its drawn time, whether or not earlier ones are answered) or closed loop."""
 
 import asyncio
 import threading
@@ -74,9 +74,9 @@ async def run_open_loop(
 ) -> list[Outcome]:
     """Send every arrival at its time. Returns when all are answered or have failed.
 
-    An arrival due while `max_in_flight` requests are unanswered is counted as NOT_SENT, not postponed. `start_s` is the
-    start of the run on the clock of `time.perf_counter`, which all processes share; None for now. After a cancelled
-    run, `tally` has its outcomes.
+    An arrival that is due while `max_in_flight` requests are unanswered is not postponed, but counted as NOT_SENT.
+    `start_s` is the start of the run by `time.perf_counter`, whose clock all processes share; by default, the run
+    starts now. After a cancelled run, `tally` has its outcomes.
     """
     run = _Requests(send, max_in_flight, tally or Tally(), asyncio.get_running_loop(), start_s)
     stop = threading.Event()

@@ -50,7 +50,7 @@ class TextReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     texts: int
     tokens: int
     tokens_per_s: float
-    """Until the last answer, if that is later than the end of the run."""
+    """Over the run, or until the last answer if that comes later."""
     first_token: Spread
     """From the intended send time."""
     between_tokens: Spread | None
@@ -105,7 +105,7 @@ class Report(RunDescription, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     sent: int
     completed: int
     achieved_per_s: float
-    """Completed requests per second, until the last answer, if that is later than the end of the run."""
+    """Completed requests per second, over the run, or until the last answer if that comes later."""
     goodput_per_s: float
     """Requests answered within `slo_s` of their intended send time, per second of the run."""
     latency: Spread | None
@@ -216,7 +216,7 @@ def read_reports(path: Path) -> list[Report]:
     try:
         found = msgspec.json.decode(path.read_bytes(), type=Report | list[Report])
     except (OSError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{path} is no report of this version of loadgen: {error}") from error
+        raise UsageError(f"{path} is not a report of this version of loadgen: {error}") from error
     reports = found if isinstance(found, list) else [found]
     if not reports:
         raise UsageError(f"{path} has no runs")

@@ -58,10 +58,10 @@ async def send_load(
     credentials = credentials or Credentials()
     async with connected(url, load.max_in_flight, load.timeout_s, credentials) as client:
         trace = None if load.trace is None else read_trace(Path(load.trace))
-        load = await _settled(client, load, trace)
+        load = await _completed(client, load, trace)
         total_s = load.warmup_s + load.duration_s
         requests = await prepare_requests(client, list(load.weights), load)
-        # All arrivals are known before the run; a closed loop draws only models, as it goes.
+        # An open loop's arrivals are known before the run. A closed loop draws a model for each request as it goes.
         arrivals: Sequence[RequestArrival] = ()
         if trace is not None:
             arrivals = trace
@@ -101,13 +101,13 @@ async def send_load(
     return SentLoad(run, tally.outcomes, list(load.weights), server)
 
 
-async def _settled(client: Client, load: Load, trace: Sequence[RequestArrival] | None) -> Load:
-    """Fill in the models, and the rate and duration of a trace."""
+async def _completed(client: Client, load: Load, trace: Sequence[RequestArrival] | None) -> Load:
+    """Return the load with its models filled in and, for a trace, also the rate and duration."""
     if trace is not None:
         end_s = trace[-1].at_s + (trace[-1].at_s / (len(trace) - 1) if len(trace) > 1 else 1.0)
         if end_s <= load.warmup_s:
             raise UsageError(
-                f"--trace {load.trace}: it lasts {end_s:g} s, of which --warmup {load.warmup_s:g} leaves none"
+                f"--trace {load.trace}: it lasts {end_s:g} s, which is not longer than --warmup {load.warmup_s:g}"
             )
         early = sum(arrival.at_s < load.warmup_s for arrival in trace)
         if early > len(trace) / 2:
@@ -122,7 +122,7 @@ async def _settled(client: Client, load: Load, trace: Sequence[RequestArrival] |
         return replace(load, weights=counts, rate_per_s=rate_per_s, duration_s=end_s - load.warmup_s, texts=texts)
     if load.weights:
         return load
-    models = _chosen(await client.ready_models(), load.model_count, client.url)
+    models = _first_ready(await client.ready_models(), load.model_count, client.url)
     return replace(load, weights=zipf_weights(models, load.zipf))
 
 
@@ -145,7 +145,7 @@ async def _counters_at(after_s: float, client: Client) -> AsyncIterator[list[Cou
         await asyncio.gather(reading, return_exceptions=True)
 
 
-def _chosen(ready: Sequence[str], count: int | None, url: str) -> Sequence[str]:
+def _first_ready(ready: Sequence[str], count: int | None, url: str) -> Sequence[str]:
     """Return the first `count` ready models, or all. Raises UsageError if there are fewer."""
     if not ready:
         raise UsageError(f"{url} has no model ready")

@@ -174,24 +174,24 @@ class _Replay:
     past: _Ranges = field(default_factory=_Ranges)
     counted_bytes: int = 0
     """Bytes in memory without an address."""
-    given_up: tuple[list[tuple[int, Clock]], list[tuple[int, Clock]]] = field(default_factory=lambda: ([], []))
-    """For the compute and the swap-in lane: released counted bytes that may still be in use, as far as the lane's steps
-    know, each with the clock that must have passed before reuse."""
-    left: dict[int, Clock] = field(default_factory=dict)
-    """Dropped counted tensors, with the clock at which all users of the last copy have ended."""
+    released: tuple[list[tuple[int, Clock]], list[tuple[int, Clock]]] = field(default_factory=lambda: ([], []))
+    """For the compute and the swap-in lane: released counted bytes that may still be in use when the lane's next step
+    starts. Each entry has the clock that must have passed before they are reused."""
+    dropped: dict[int, Clock] = field(default_factory=dict)
+    """Dropped counted tensors, each with the clock at which all users of its last copy have ended."""
     on_host: dict[int, Clock] = field(default_factory=dict)
-    """Swapped-out tensors, with the clock at which the host copy is complete."""
+    """Swapped-out tensors, each with the clock at which its host copy is complete."""
     residents: frozenset[int] = frozenset()
     unread: set[int] = field(default_factory=set)
     """Residents that no op has read yet: the previous inference may still be restoring them."""
-    passing: list[tuple[str, Clock]] = field(default_factory=list)
+    streamed: list[tuple[str, Clock]] = field(default_factory=list)
     """Swap-ins of non-residents, with the clock at which each has ended."""
     unsaved: set[int] = field(default_factory=set)
     """State in memory that differs from its host copy."""
     answered: Clock = _NEVER
     """Passed once the last op has ended."""
     issued: list[int] = field(default_factory=lambda: [0, 0, 0])
-    found: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def violations(self) -> list[str]:
         self._start()
@@ -206,12 +206,12 @@ class _Replay:
                 case Drop():
                     self._drop(index, step.tensor)
         self._finish()
-        return self.found
+        return self.messages
 
     def _start(self) -> None:
         tensors, memory, pool = self.graph.tensors, self.plan.memory, self.plan.pool_bytes
         if min(memory.partition_bytes, pool) < 0 or pool > memory.workspace_bytes:
-            self.found.append(
+            self.messages.append(
                 f"the partition has {memory.partition_bytes} bytes, the workspace {memory.workspace_bytes}, and the"
                 f" pool {pool}; none may be negative, and the pool must fit into the workspace"
             )
@@ -220,13 +220,13 @@ class _Replay:
         for placement in self.plan.residents:
             tensor = tensors[placement.tensor]
             if not tensor.is_weight:
-                self.found.append(f"{tensor.name} is a resident, but neither a parameter nor state")
+                self.messages.append(f"{tensor.name} is a resident, but neither a parameter nor state")
             if tensor.kind == "state":
                 self.unsaved.add(placement.tensor)  # the previous inference changed it
             if placement.address is not None and placement.address.region != "partition":
-                self.found.append(f"resident {tensor.name} is not in the partition")
+                self.messages.append(f"resident {tensor.name} is not in the partition")
             if placement.address is None and tensor.nbytes > memory.lasting_pool_bytes:
-                self.found.append(
+                self.messages.append(
                     f"resident {tensor.name} has no address, but the workspace does not last: it needs one in the"
                     " partition"
                 )
@@ -259,14 +259,14 @@ class _Replay:
         if tensor.kind != "parameter":
             saved = self.on_host.get(step.tensor, _NEVER if tensor.kind == "state" else None)
             if saved is None:
-                self.found.append(f"{name}: the {tensor.kind} was never swapped out")
+                self.messages.append(f"{name}: the {tensor.kind} was never swapped out")
             elif not _passed(saved, before):
-                self.found.append(f"{name} does not wait for the swap-out of {tensor.name}")
-        if step.address is None and not _passed(self.left.get(step.tensor, _NEVER), before):
-            self.found.append(f"{name} reuses the storage of {tensor.name} without waiting for its last users")
+                self.messages.append(f"{name} does not wait for the swap-out of {tensor.name}")
+        if step.address is None and not _passed(self.dropped.get(step.tensor, _NEVER), before):
+            self.messages.append(f"{name} reuses the storage of {tensor.name} without waiting for its last users")
         self._bring(name, step.tensor, step.address, before, ended)
         if step.tensor not in self.residents:
-            self.passing.append((name, ended))
+            self.streamed.append((name, ended))
         if step.address is None and tensor.nbytes:
             self._count(name, 0, before, 1)
 
@@ -275,7 +275,7 @@ class _Replay:
         name = _name(self.graph, self.plan, index)
         ended = self._issue(2)
         if tensor.kind == "parameter":
-            self.found.append(f"{name}: a parameter has a host copy at all times; drop it instead")
+            self.messages.append(f"{name}: a parameter has a host copy at all times; drop it instead")
         self._read(name, step.tensor, before, ended)
         self.on_host[step.tensor] = ended
         self.unsaved.discard(step.tensor)
@@ -283,20 +283,20 @@ class _Replay:
     def _drop(self, index: int, tensor: int) -> None:
         copy = self.live.pop(tensor, None)
         if copy is None:
-            self.found.append(f"{_name(self.graph, self.plan, index)}: the tensor is not in memory")
+            self.messages.append(f"{_name(self.graph, self.plan, index)}: the tensor is not in memory")
         elif copy.place is not None:
             self.present.remove(copy.place)
             self._retire(replace(copy.place, accessed=copy.accessed))
         else:
-            self.left[tensor] = copy.accessed
+            self.dropped[tensor] = copy.accessed
             self._uncount(self.graph.tensors[tensor].aligned_bytes, copy.accessed)
             if tensor in self.unread:
-                self.found.append(
+                self.messages.append(
                     f"{_name(self.graph, self.plan, index)}: no op has read the tensor yet, so the previous inference"
                     " may still be restoring it"
                 )
         if tensor in self.unsaved:
-            self.found.append(f"{_name(self.graph, self.plan, index)}: its changes are not in the host store")
+            self.messages.append(f"{_name(self.graph, self.plan, index)}: its changes are not in the host store")
 
     def _answer(self, ended: Clock) -> None:
         """Check output parameters as the last op ends. They need not stay longer, since the host store has them."""
@@ -304,31 +304,31 @@ class _Replay:
         for i in self.graph.outputs:
             tensor, copy = self.graph.tensors[i], self.live.get(i)
             if tensor.kind == "parameter" and (copy is None or not _passed(copy.written, ended)):
-                self.found.append(f"output {tensor.name} is not in memory when the last op ends")
+                self.messages.append(f"output {tensor.name} is not in memory when the last op ends")
 
     def _finish(self) -> None:
         tensors = self.graph.tensors
         issued = {s.op for s in self.plan.steps if isinstance(s, Compute)}
-        self.found += (f"op {op.name} never runs" for k, op in enumerate(self.graph.ops) if k not in issued)
+        self.messages += (f"op {op.name} never runs" for k, op in enumerate(self.graph.ops) if k not in issued)
         for i in self.graph.outputs:
             copy = self.live.get(i)
             if tensors[i].kind == "parameter" and issued:
                 continue
             if copy is None:
-                self.found.append(f"output {tensors[i].name} is not in memory at the end")
+                self.messages.append(f"output {tensors[i].name} is not in memory at the end")
             elif issued and not _passed(copy.written, self.answered):
-                self.found.append(f"output {tensors[i].name} may arrive after the last op has ended")
-        for name, ended in self.passing if issued else ():
+                self.messages.append(f"output {tensors[i].name} may arrive after the last op has ended")
+        for name, ended in self.streamed if issued else ():
             if not _passed(ended, self.answered):
-                self.found.append(f"{name} may last into the next inference, which counts its bytes as free")
+                self.messages.append(f"{name} may last into the next inference, which counts its bytes as free")
         for i in sorted(self.unsaved - self.residents):
-            self.found.append(f"{tensors[i].name} was changed, but is neither swapped out nor a resident")
+            self.messages.append(f"{tensors[i].name} was changed, but is neither swapped out nor a resident")
         for resident in self.plan.residents:
             copy = self.live.get(resident.tensor)
             if copy is None:
-                self.found.append(f"resident {tensors[resident.tensor].name} is not in memory at the end")
+                self.messages.append(f"resident {tensors[resident.tensor].name} is not in memory at the end")
             elif copy.address != resident.address:
-                self.found.append(
+                self.messages.append(
                     f"resident {tensors[resident.tensor].name} ends at {_show(copy.address)},"
                     f" but started at {_show(resident.address)}"
                 )
@@ -341,10 +341,10 @@ class _Replay:
     def _read(self, name: str, tensor: int, before: Clock, ended: Clock) -> None:
         copy = self.live.get(tensor)
         if copy is None:
-            self.found.append(f"{name} reads {self.graph.tensors[tensor].name}, which is not in memory")
+            self.messages.append(f"{name} reads {self.graph.tensors[tensor].name}, which is not in memory")
             return
         if not _passed(copy.written, before):
-            self.found.append(f"{name} does not wait for {self.graph.tensors[tensor].name} to arrive")
+            self.messages.append(f"{name} does not wait for {self.graph.tensors[tensor].name} to arrive")
         copy.accessed = _latest(copy.accessed, ended)
 
     def _change(self, name: str, tensor: int, before: Clock, ended: Clock) -> None:
@@ -357,16 +357,16 @@ class _Replay:
             self.unsaved.add(tensor)
         saved = self.on_host.pop(tensor, None)
         if saved is not None and not _passed(saved, before):
-            self.found.append(f"{name} changes {self.graph.tensors[tensor].name} before its swap-out has ended")
+            self.messages.append(f"{name} changes {self.graph.tensors[tensor].name} before its swap-out has ended")
 
     def _bring(self, name: str, tensor: int, address: Address | None, before: Clock, ended: Clock) -> None:
         """Put a tensor in memory; `before` and `ended` are the clocks of the step that writes it."""
         what = self.graph.tensors[tensor]
         if tensor in self.live:
-            self.found.append(f"{name}: {what.name} is in memory already")
+            self.messages.append(f"{name}: {what.name} is in memory already")
             return
         if address is not None and not what.is_weight:
-            self.found.append(f"{name}: {what.name} has an address, but is neither a parameter nor state")
+            self.messages.append(f"{name}: {what.name} has an address, but is neither a parameter nor state")
             address = None
         place = None
         if address is None:
@@ -380,11 +380,11 @@ class _Replay:
     def _count(self, name: str, scratch_bytes: int, before: Clock, lane: int) -> None:
         """Check that the pool suffices once a step of a lane has allocated its bytes."""
         self.counted_bytes += scratch_bytes
-        pending = self.given_up[lane]
+        pending = self.released[lane]
         pending[:] = [(nbytes, clock) for nbytes, clock in pending if not _passed(clock, before)]
         unfinished_bytes = sum(nbytes for nbytes, _ in pending)
         if self.counted_bytes + unfinished_bytes > self.plan.pool_bytes:
-            self.found.append(
+            self.messages.append(
                 f"{name}: tensors without an address take {self.counted_bytes} bytes, and {unfinished_bytes} released"
                 f" bytes may still be in use; the pool has only {self.plan.pool_bytes}"
             )
@@ -393,7 +393,7 @@ class _Replay:
         """Release counted bytes; their last users have ended once `accessed` has passed."""
         self.counted_bytes -= nbytes
         if nbytes:
-            for pending in self.given_up:
+            for pending in self.released:
                 pending.append((nbytes, accessed))
 
     def _range(
@@ -403,27 +403,27 @@ class _Replay:
         limit = memory.partition_bytes if address.region == "partition" else memory.workspace_bytes
         end = address.offset + nbytes
         if nbytes and address.region == "workspace" and address.offset < self.plan.pool_bytes:
-            self.found.append(
+            self.messages.append(
                 f"{name}: {what} at {_show(address)} lies in the pool of {self.plan.pool_bytes} bytes"
             )
         if address.offset < 0 or end > limit:
-            self.found.append(
+            self.messages.append(
                 f"{name}: {what} at {_show(address)} ends at {end}, but the {address.region} has {limit} bytes"
             )
         if address.offset % alignment:
-            self.found.append(f"{name}: {what} at {_show(address)} is not aligned to {alignment} bytes")
+            self.messages.append(f"{name}: {what} at {_show(address)} is not aligned to {alignment} bytes")
         return _Range(address.region, address.offset, end, what, accessed)
 
     def _claim(self, name: str, place: _Range, before: Clock) -> None:
         """Check bytes before a write: they are unoccupied, and accesses to their past contents have ended."""
         for other in self.present.overlapping(place):
-            self.found.append(
+            self.messages.append(
                 f"{name}: {place.what} at {place.region} [{place.start}, {place.end}) overlaps"
                 f" {other.what} at [{other.start}, {other.end})"
             )
         for old in self.past.overlapping(place):
             if not _passed(old.accessed, before):
-                self.found.append(
+                self.messages.append(
                     f"{name} overwrites {old.what} at {place.region} [{old.start}, {old.end}) without waiting for"
                     f" {_unfinished(old.accessed, before)}"
                 )

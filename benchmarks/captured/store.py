@@ -32,7 +32,7 @@ class StateStore:
         return None
 
     def table(self, name: str) -> torch.Tensor:
-        raise AssertionError(f"{name} is no table: a step reads no rows in the store")
+        raise AssertionError(f"{name} is not a table: a step reads no rows in the store")
 
     def close(self) -> None:
         """Do nothing: buffers end with their last reference."""

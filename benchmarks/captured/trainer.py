@@ -92,7 +92,7 @@ class Trainer:
         without a name in `folder`. With a file, the whole process gives freed memory back to the system at once:
         otherwise it takes more than the plan says.
 
-        Raises ValueError for what is no memory, UnsupportedModel where the step cannot be captured, InfeasibleBudget,
+        Raises ValueError for an invalid memory, UnsupportedModel where the step cannot be captured, InfeasibleBudget,
         which names the least memory, where it does not fit, MemoryExceeded where the device has too little, and
         DeviceError where there is none.
         """
@@ -401,7 +401,7 @@ def memory_bytes(memory: int | str, peak_bytes: int) -> int:
 
 
 def forms_of(batch: Sequence[torch.Tensor]) -> list[tuple[torch.Size, torch.dtype]]:
-    """Return the shapes and dtypes of a batch. Raises ValueError for what is no tensor."""
+    """Return the shapes and dtypes of a batch. Raises ValueError for values other than tensors."""
     for value in batch:
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"a batch has tensors only, and this one a {type(value).__name__}")

@@ -116,7 +116,7 @@ class _Tracer:
 
     def _enter(self, node: fx.Node) -> None:
         if node.name not in self.values:
-            self.frame[node] = None  # a placeholder for what is no tensor
+            self.frame[node] = None  # a placeholder for a value other than a tensor
             return
         kind, tensor = self.values[node.name]
         self.frame[node] = tensor

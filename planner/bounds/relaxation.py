@@ -1,14 +1,16 @@
 """Lower bound on the latency of every plan in a given memory, for any order of the ops.
 
-Its main part is a linear relaxation of all plans: every tensor may be kept, copied and recomputed in parts.
-Time is divided at the moments of a chain (`planner.bounds.chain`). Per interval between two uses of a tensor, the
-program chooses the shares that are kept, recomputed and copied in. For copies ahead of need, only the link time is a
-variable; lines through the tensors' densities (bytes per link second) bound the bytes that they occupy from below. The
-program therefore grows with the number of ops, not with ops times tensors.
+Its main part is a linear program that relaxes the planning problem: a fraction of a tensor may be kept, and other
+fractions copied in or recomputed. Time is divided at the moments of a chain (`planner.bounds.chain`). For each interval
+between two uses of a tensor, the program chooses the fractions that are kept, recomputed and copied in. For copies
+ahead of need, only their link time is a variable. A lower bound on the bytes that they occupy follows from the tensors'
+densities (bytes per second of link time), as a piecewise linear function. So the program grows with the number of ops,
+not with the number of ops times that of tensors.
 
-Every plan yields a solution that takes no longer. A copy for the next use counts between the last op that used the
-tensor and the next one; a plan that starts it earlier, while an op still reads an older copy, could keep that copy
-instead. Addresses, slowdowns, copies out and the memory of recomputation are ignored."""
+Every plan yields a solution that takes no longer. A copy is counted between the last use of the tensor before it and
+the next use after it. A plan may start the copy earlier, while an op still reads the older copy of the tensor; but then
+it could have kept the older copy instead. Addresses, slowdowns, copies out and the memory of recomputation are ignored.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -26,13 +28,13 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.profile import Profile
 
 MOST_OPS: Final = 200
-"""Maximum length of a chain. Thinning out longer ones costs less than a thousandth of the bound."""
-MANY_LOOSE: Final = 0.2
-"""Fraction of the compute time in ops outside the chain above which a second chain is tried."""
+"""Maximum length of a chain. Longer ones are thinned out, which lowers the bound by less than a thousandth."""
+MOST_UNORDERED: Final = 0.2
+"""A second chain is tried if ops outside of the first one take more than this fraction of the compute time."""
 DENSITIES: Final = 4
 """Number of lines that bound the bytes in memory of copies ahead of need."""
 TIE_BREAK: Final = 1e-6
-"""Value of a resident, as a fraction of its copy time, times how late it is used: ties favour those used late."""
+"""Objective weight of residents, as a fraction of their copy time. It breaks ties in favour of residents used late."""
 MOST_BETWEEN: Final = 10
 """Maximum number of terms per interval for copies that are confined between two moments."""
 ROUNDING: Final = 1e-12
@@ -88,9 +90,9 @@ class Relaxed:
 
 
 def most_resident_bytes(graph: Graph, memory: Memory) -> int:
-    """Return the maximum bytes of residents: they are in memory that lasts, and next to the inputs."""
-    beside_inputs = memory.nbytes - sum(t.nbytes for t in graph.tensors if t.kind == "input")
-    return min(memory.lasting_bytes, beside_inputs)
+    """Return the maximum bytes of residents: they fit into memory that lasts, and into all memory with the inputs."""
+    without_inputs = memory.nbytes - sum(t.nbytes for t in graph.tensors if t.kind == "input")
+    return min(memory.lasting_bytes, without_inputs)
 
 
 @lru_cache(maxsize=4)  # a search calls it twice: for its bound and for initial residents
@@ -98,22 +100,22 @@ def relax(graph: Graph, profile: Profile, memory: Memory, most_ops: int = MOST_O
     """Solve the relaxation. None if it has no solution (then no plan exists) or the solver finds none."""
     resident_bytes = most_resident_bytes(graph, memory)
     chains = [longest_chain(graph, profile, most_ops)]
-    if sum(op_s for _, _, op_s in chains[0].unordered) > MANY_LOOSE * profile.compute_s:
+    if sum(op_s for _, _, op_s in chains[0].unordered) > MOST_UNORDERED * profile.compute_s:
         chains.append(longest_chain(graph, profile, most_ops, latest=False))
-    apart = list(exclusions(graph, profile, memory.nbytes))
-    solved = [_relax(chain, apart, memory.nbytes, resident_bytes) for chain in chains]
+    excluded = list(exclusions(graph, profile, memory.nbytes))
+    solved = [_relax(chain, excluded, memory.nbytes, resident_bytes) for chain in chains]
     return max((r for r in solved if r is not None), key=lambda r: r.latency_s, default=None)
 
 
 def _relax(
-    chain: OpChain, apart: Sequence[tuple[float, set[int]]], memory_bytes: int, resident_bytes: int
+    chain: OpChain, excluded: Sequence[tuple[float, set[int]]], memory_bytes: int, resident_bytes: int
 ) -> Relaxed | None:
     if resident_bytes < 0 or max(chain.needed_bytes) > memory_bytes:
         return None
     free_bytes = most_whole_tensor_bytes(chain, memory_bytes)
     stored = [s.nbytes for s in chain.intervals if s.is_before_first_use]
     relaxation = _Relaxation(chain, free_bytes, largest_sum(stored, resident_bytes), memory_bytes)
-    for ops_s, tensors in apart:
+    for ops_s, tensors in excluded:
         relaxation.keep_apart(ops_s, tensors)
     solved = relaxation.program.solve()
     if solved is None:

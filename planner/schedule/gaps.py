@@ -36,10 +36,10 @@ class Choice(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Positions between two successive uses of a tensor; at least one.
+    """The positions, one or more, between two successive uses of a tensor.
 
-    A gap that `wraps` leads from the last use of a parameter or state, over the end of the inference, to its first use
-    in the next one (`next_use`); it may be empty. Only gaps of inputs start at START.
+    A gap that `wraps` runs from the last use of a parameter or state, over the end of the inference, to its first use
+    (`next_use`) in the next inference. It may be empty. Only gaps of inputs start at START.
     """
 
     tensor: int
@@ -61,7 +61,7 @@ class Gaps:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.uses: tuple[tuple[int, ...], ...] = self._find_uses()
-        """Positions of each tensor's uses, including its write; the delivery of an input does not count."""
+        """Positions of each tensor's uses. An activation's write is a use; the arrival of an input is not."""
 
     @cached_property
     def all(self) -> tuple[Gap, ...]:
@@ -74,9 +74,9 @@ class Gaps:
 
     @cached_property
     def repeatable_until(self) -> tuple[int, ...]:
-        """Per op, the last position before which it may run again: that of the first op to change its tensors in place.
+        """Per op, the position before which it may run again: that of the first op that changes one of its tensors.
 
-        START for an op that changes tensors in place itself.
+        START for an op that itself changes tensors in place.
         """
         ops = self.graph.ops
         changed_at = dict.fromkeys((t for op in ops for t in op.mutates), len(ops))

@@ -1,9 +1,9 @@
 """Builds a schedule from one choice (such as keep, swap or recompute) for each gap between two uses of a tensor.
 
-Beaumont et al. (2020), Proposition 1: for given offloads in a given order, it is optimal to do everything as early as
-memory allows. Here copies are in the order of the uses that need them. Starting from the as-late-as-possible
-sequence (`planner.schedule.alap`), swap-ins move to earlier positions where memory is free, and drops wait for
-swap-outs."""
+For given offloads in a given order, it is optimal to do everything as early as memory allows (Beaumont et al., 2020,
+Proposition 1). Here the copies are in the order of the uses that need them. They start from their as-late-as-possible
+positions (`planner.schedule.alap`): swap-ins move to earlier positions where memory is free, and drops move to later
+ones, after the swap-outs have ended."""
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -23,7 +23,7 @@ from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Act
 
 
 class ActionSequence(NamedTuple):
-    """Actions in order, and the residents at the start and end of an inference. No tensor has an address."""
+    """Actions in order, and the tensors in memory at the start and end of an inference. No tensor has an address."""
 
     verb: Ints
     what: Ints
@@ -33,7 +33,7 @@ class ActionSequence(NamedTuple):
 def no_wait(gaps: Gaps, memory_bytes: int, choices: Sequence[Choice]) -> ActionSequence | None:
     """Return the best sequence with these choices; None if they need more than `memory_bytes`.
 
-    Also None if recomputation triggers too much further recomputation for any plan to pay (`planner.schedule.alap`).
+    Also None if recomputations require so many others that the sequence is too long (`planner.schedule.alap.LONGEST`).
     """
     if not gaps.graph.ops:
         fits = least_bytes(gaps.graph) <= memory_bytes
@@ -61,8 +61,8 @@ def schedule_of_choices(
         return None
     if delayed and (found.verb == SWAP_OUT).any():
         actions = zip(found.verb.tolist(), found.what.tolist(), strict=True)
-        delayed_ones = delay_drops(problem.graph, problem.profile, actions, found.residents, memory_bytes)
-        found = ActionSequence(*columns(delayed_ones), found.residents)
+        delayed_actions = delay_drops(problem.graph, problem.profile, actions, found.residents, memory_bytes)
+        found = ActionSequence(*columns(delayed_actions), found.residents)
     return counted(problem.arrays, found.verb, found.what, found.residents, memory_bytes)
 
 
@@ -70,34 +70,36 @@ def schedule_of_choices(
 def with_earliest_swap_ins(made: AlapSequence, nbytes: Ints, memory_bytes: int) -> Ints:
     """Return the indices of the actions in a new order: swap-ins as early as memory allows, in the same order.
 
-    Each swap-in stays after its tensor's previous drop. Swap-ins after the last op stay where they are.
+    Each swap-in stays after its tensor's previous drop. Swap-ins after the last op do not move.
     """
     count = len(made.verb)
     held = made.held.copy()
-    left = np.zeros(len(nbytes), np.int64)
+    earliest = np.zeros(len(nbytes), np.int64)  # position after each tensor's last drop
     ops, done = (made.verb == COMPUTE).sum(), 0
     order, length = np.empty(count, np.int64), 0
-    moved, place, moves = np.empty(count, np.int64), np.empty(count, np.int64), 0
-    front = 0
+    # Find the new position of each swap-in, and hold its bytes from there on.
+    swap_ins, position, found = np.empty(count, np.int64), np.empty(count, np.int64), 0
+    previous = 0  # new position of the swap-in before
     for i in range(count):
         if made.verb[i] == COMPUTE:
             done += 1
         elif made.verb[i] == DROP:
-            left[made.what[i]] = i + 1
+            earliest[made.what[i]] = i + 1
         elif made.verb[i] == SWAP_IN:
-            at, low, size = i, i, nbytes[made.what[i]]
+            at, lowest, size = i, i, nbytes[made.what[i]]
             if done < ops:
-                low = max(front, left[made.what[i]])
-            while at > low and held[at - 1] + size <= memory_bytes:
+                lowest = max(previous, earliest[made.what[i]])
+            while at > lowest and held[at - 1] + size <= memory_bytes:
                 at -= 1
                 held[at] += size
-            moved[moves], place[moves], front = i, at, at
-            moves += 1
-    move = 0
+            swap_ins[found], position[found], previous = i, at, at
+            found += 1
+    # Merge the moved swap-ins with the other actions, which keep their order.
+    merged = 0
     for i in range(count):
-        while move < moves and place[move] <= i:
-            order[length] = moved[move]
-            move += 1
+        while merged < found and position[merged] <= i:
+            order[length] = swap_ins[merged]
+            merged += 1
             length += 1
         if made.verb[i] != SWAP_IN:
             order[length] = i
@@ -110,25 +112,29 @@ def delay_drops(
 ) -> list[Action]:
     """Return the sequence with each drop after the op during which its swap-out ends, as far as memory allows.
 
-    A drop right after its swap-out would let the placement reuse the bytes at once, and the next writer would wait for
-    the copy. No-wait (Beaumont et al., Proposition 1) means waiting only for lack of memory. In an ordered schedule, no
-    returning tensor takes the memory of one that is still being copied out (Lemma 3): unless the next op needs it, a
-    swapped-out tensor returns only after all pending swap-outs, and no swap-in makes an op wait for a swap-out. Times
-    are those of lanes without slowdowns.
+    If a drop followed its swap-out directly, the placement could reuse the bytes at once, and their next writer would
+    wait for the copy. In a no-wait schedule (Beaumont et al., Proposition 1), steps wait only for lack of memory. In an
+    ordered one (Lemma 3), no swap-in takes the memory of a tensor that is still being copied out. So, unless the next
+    op needs it, a tensor that was swapped out returns only after all pending swap-outs, and no swap-in makes an op wait
+    for a swap-out. Times are those of lanes without slowdowns.
     """
     return _DelayedDrops(graph, profile, residents, memory_bytes).replayed(actions)
 
 
 class _DelayedDrops:
+    """Replays a sequence. Swap-ins and drops wait in two queues until they are due."""
+
     def __init__(self, graph: Graph, profile: Profile, residents: Collection[int], memory_bytes: int) -> None:
         self._graph, self._profile, self._memory_bytes = graph, profile, memory_bytes
         self._nbytes = [t.aligned_bytes for t in graph.tensors]
         self._held_bytes = sum(self._nbytes[t] for t in (*graph.inputs, *residents))
         self._now_s = self._in_s = self._out_s = 0.0  # when each lane is free
-        self._there_s: dict[int, float] = {}
+        self._ready_s: dict[int, float] = {}
+        """When each tensor's bytes are complete: the end of its swap-in or of the last op that wrote it."""
         self._saved_s: dict[int, float] = {}
-        self._leaving = deque[int]()
-        self._coming = deque[int]()
+        """When each tensor's swap-out ends."""
+        self._pending_drops = deque[int]()
+        self._pending_swap_ins = deque[int]()
         self._actions: list[Action] = []
 
     def replayed(self, actions: Iterable[Action]) -> list[Action]:
@@ -136,73 +142,81 @@ class _DelayedDrops:
             if verb == COMPUTE:
                 self._compute(what)
             elif verb == SWAP_IN:
-                self._coming.append(what)
-                self._bring()
+                self._pending_swap_ins.append(what)
+                self._issue_swap_ins()
             elif verb == SWAP_OUT:
-                self._fetch_until((what,))
-                begin_s = max(self._out_s, self._there_s.get(what, 0.0))
+                self._issue_needed_swap_ins((what,))
+                begin_s = max(self._out_s, self._ready_s.get(what, 0.0))
                 self._out_s = begin_s + self._profile.swap_out.seconds(self._graph.tensors[what].nbytes)
                 self._saved_s[what] = self._out_s
                 self._actions.append((verb, what))
             else:
-                self._fetch_until((what,))
-                self._leaving.append(what)
+                self._issue_needed_swap_ins((what,))
+                self._pending_drops.append(what)
                 if self._saved_s.get(what, 0.0) <= self._now_s:
-                    self._leaving.pop()
+                    self._pending_drops.pop()
                     self._drop(what)
-        self._fetch_until(tuple(self._coming))
-        while self._leaving:
-            self._drop(self._leaving.popleft())
+        self._issue_needed_swap_ins(tuple(self._pending_swap_ins))
+        while self._pending_drops:
+            self._drop(self._pending_drops.popleft())
         return self._actions
 
     def _compute(self, k: int) -> None:
         op = self._graph.ops[k]
         last = len(self._graph.ops) - 1
-        self._fetch_until((*op.reads, *(self._graph.outputs if k == last else ())))
-        begin_s = max((self._now_s, *(self._there_s.get(t, 0.0) for t in op.reads)))
-        self._let_go(begin_s)
+        self._issue_needed_swap_ins((*op.reads, *(self._graph.outputs if k == last else ())))
+        begin_s = max((self._now_s, *(self._ready_s.get(t, 0.0) for t in op.reads)))
+        self._drop_saved(begin_s)
         scratch = op.aligned_scratch_bytes
         written = sum(self._nbytes[t] for t in op.writes)
-        begin_s = max(begin_s, self._make_room(written + scratch, op.writes))
+        begin_s = max(begin_s, self._free_memory(written + scratch, op.writes))
         self._now_s = begin_s + self._profile.op_seconds[k]
-        self._there_s |= dict.fromkeys((*op.writes, *op.mutates), self._now_s)
+        self._ready_s |= dict.fromkeys((*op.writes, *op.mutates), self._now_s)
         self._held_bytes += written
         self._actions.append((COMPUTE, k))
-        self._bring()
+        self._issue_swap_ins()
 
-    def _bring(self) -> None:
-        """Issue swap-ins while they make no step wait."""
-        self._let_go(self._now_s)
-        while self._coming:
-            t = self._coming[0]
-            if self._leaving and (t in self._saved_s or self._held_bytes + self._nbytes[t] > self._memory_bytes):
+    def _issue_swap_ins(self) -> None:
+        """Issue pending swap-ins, in order, up to the first that would have to wait for a swap-out."""
+        self._drop_saved(self._now_s)
+        while self._pending_swap_ins:
+            t = self._pending_swap_ins[0]
+            if self._pending_drops and (
+                t in self._saved_s or self._held_bytes + self._nbytes[t] > self._memory_bytes
+            ):
                 return
-            self._swap_in(self._coming.popleft())
+            self._swap_in(self._pending_swap_ins.popleft())
 
-    def _fetch_until(self, needed: Collection[int]) -> None:
-        """Issue swap-ins, in order, until all needed ones are issued."""
-        while not set(needed).isdisjoint(self._coming):
-            self._swap_in(self._coming.popleft())
+    def _issue_needed_swap_ins(self, needed: Collection[int]) -> None:
+        """Issue pending swap-ins, in order, until no needed tensor is pending."""
+        while not set(needed).isdisjoint(self._pending_swap_ins):
+            self._swap_in(self._pending_swap_ins.popleft())
 
     def _swap_in(self, tensor: int) -> None:
-        begin_s = max(self._in_s, self._make_room(self._nbytes[tensor], (tensor,)), self._saved_s.get(tensor, 0.0))
+        begin_s = max(
+            self._in_s, self._free_memory(self._nbytes[tensor], (tensor,)), self._saved_s.get(tensor, 0.0)
+        )
         self._in_s = begin_s + self._profile.swap_in_seconds(self._graph.tensors[tensor])
-        self._there_s[tensor] = self._in_s
+        self._ready_s[tensor] = self._in_s
         self._held_bytes += self._nbytes[tensor]
         self._actions.append((SWAP_IN, tensor))
 
-    def _let_go(self, now_s: float) -> None:
-        while self._leaving and self._saved_s.get(self._leaving[0], 0.0) <= now_s:
-            self._drop(self._leaving.popleft())
+    def _drop_saved(self, now_s: float) -> None:
+        """Issue pending drops, in order, while their swap-outs have ended."""
+        while self._pending_drops and self._saved_s.get(self._pending_drops[0], 0.0) <= now_s:
+            self._drop(self._pending_drops.popleft())
 
-    def _make_room(self, nbytes: int, brought: Collection[int]) -> float:
-        """Drop tensors with pending swap-outs, in order, until `nbytes` fit. Returns when the bytes are free."""
+    def _free_memory(self, nbytes: int, arriving: Collection[int]) -> float:
+        """Issue pending drops, in order, until `nbytes` fit and no `arriving` tensor is pending.
+
+        Returns the time at which the bytes are free: the end of the last of these tensors' swap-outs.
+        """
         ready_s = 0.0
-        while self._leaving and (
-            self._held_bytes + nbytes > self._memory_bytes or not set(brought).isdisjoint(self._leaving)
+        while self._pending_drops and (
+            self._held_bytes + nbytes > self._memory_bytes or not set(arriving).isdisjoint(self._pending_drops)
         ):
-            ready_s = self._saved_s.get(self._leaving[0], 0.0)
-            self._drop(self._leaving.popleft())
+            ready_s = self._saved_s.get(self._pending_drops[0], 0.0)
+            self._drop(self._pending_drops.popleft())
         return ready_s
 
     def _drop(self, tensor: int) -> None:

@@ -32,13 +32,14 @@ def search(
     on_progress: Progress | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Plan:
-    """Find the plan with the least latency; ties (within TIE) go to the least period, then to the fewest link bytes.
+    """Find the plan with the least latency. Ties (within TIE) go to the least period, then to the fewest link bytes.
 
     If the period is the problem's objective, it comes before the latency.
 
-    `workers` threads evaluate candidates if evaluation is compiled. Without a limit in seconds, the same problem,
-    searcher and seed give the same plan with any number of workers.
-    Once `is_stopped` returns true, the best plan so far is returned.
+    `workers` threads evaluate candidates whose evaluation is compiled. Without a limit in seconds, the same problem,
+    searcher and seed give the same plan with any number of workers. Once `is_stopped` returns true, the best plan so
+    far is returned.
+
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
     """
     graph, profile = problem.graph, problem.profile
@@ -58,10 +59,10 @@ def search(
 
         def evaluate(candidates: Sequence[Any]) -> list[Cost]:
             """Return the candidates' costs in order; stops early once the search is over."""
-            in_turn: Callable[..., Iterable[Cost]] = map
-            each = threads.map if workers > 1 and state.is_compiled else in_turn
+            sequential_map: Callable[..., Iterable[Cost]] = map
+            map_ = threads.map if workers > 1 and state.is_compiled else sequential_map
             costs = []
-            for cost in each(state.evaluate, candidates, repeat(shortlist.least_s * TIE)):
+            for cost in map_(state.evaluate, candidates, repeat(shortlist.least_s * TIE)):
                 costs.append(cost)
                 if is_over():
                     threads.shutdown(wait=False, cancel_futures=True)
@@ -77,7 +78,7 @@ def search(
             candidates = candidates[:left]
             costs = evaluate(candidates)
             if limit.strict and is_over() and shortlist.evaluations + len(costs) > 1:
-                costs = costs[:-1]  # it ended after the limit
+                costs = costs[:-1]  # the last evaluation ended after the limit
             candidates = candidates[: len(costs)]
             state.tell(candidates, costs)
             shortlist.add(candidates, costs)

@@ -1,14 +1,15 @@
 """The default searcher: runs several searchers in turn until one reaches the lower bound.
 
-Members are asked in one order; those that do not plan the problem are skipped. `streaming` plans inferences in a
-partition and a workspace; `offloading` follows if activations do not fit, or if they leave parameters little room and
-`streaming` is far from the bound. `streaming` uses the remaining time.
+The searchers, called members, are asked in a fixed order. Those that do not plan this kind of problem are skipped.
 
-A member's effort is the number of candidates that it evaluates when it runs alone. For a single budget (one memory,
-not a partition and a workspace), each of SAMPLED first gets a small fraction of its effort (one round of successive
+For a partition and a workspace, `streaming` comes first. `offloading` follows if activations do not fit, or if they
+leave little memory for parameters and `streaming` is far from the bound. `streaming` uses the remaining time.
+
+For a single budget, `on_demand` comes first, then each of SAMPLED. A member's effort is the number of candidates that
+it evaluates when it runs alone. Each of SAMPLED first gets a small fraction of its effort (one round of successive
 halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS
-2016). Then the members spend the rest of their effort, the one with the best latency so far first. So the portfolio
-is never worse than one of its members at that effort. The best member with candidates left uses the remaining time.
+2016). Then the members spend the rest of their effort, in the order of their best latencies. So the portfolio is never
+worse than one of its members at that effort. The best member that has candidates left uses the remaining time.
 
 Ops that share weights, such as the time steps of a recurrent network, can also run grouped by weights. `on_demand`,
 the quickest member, plans both orders; SAMPLED plan the better one. Graphs that change state, such as training
@@ -34,8 +35,8 @@ from cohabit.planner.search.searcher import AnySearcher, Searcher
 QUICKEST: Final = "on_demand"
 SAMPLED: Final = ("interval", "particle_swarm")
 """Members that are sampled before they are ranked, quick ones first."""
-OF_CHAINS: Final = ("dynprog", "chain_checkpointing")
-"""Members that offload or recompute layers of a chain, with a few candidates each."""
+CHAIN_MEMBERS: Final = ("dynprog", "chain_checkpointing")
+"""Members that treat the graph as a chain of layers to offload or recompute, with a few candidates each."""
 SAMPLE: Final = 1 / 16
 """Fraction of its effort that each of SAMPLED gets before ranking."""
 BY_WEIGHTS: Final = " in the order of weights"
@@ -45,7 +46,7 @@ AT_BOUND: Final = 1e-4
 WORTH_OFFLOADING: Final = 0.05
 """Relative gap to the bound above which offloading is tried even if activations fit."""
 NARROW: Final = 2
-"""Largest narrow window, in units of the largest op's parameters. In a wider one, copies overlap ops anyway."""
+"""A window smaller than this many times the largest op's parameters is narrow. In a wider one, copies overlap ops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class MemberCandidate:
 
 @dataclass(slots=True)
 class _Member:
-    """A searcher that has had a turn."""
+    """A searcher that has been asked."""
 
     name: str
     searcher: AnySearcher
@@ -66,8 +67,8 @@ class _Member:
     """Whether its ops run grouped by weights."""
     index: int
     least_s: float = math.inf
-    left: float = 0.0
-    """Evaluations until it has spent its own effort."""
+    effort_left: float = 0.0
+    """Number of evaluations until it has spent its effort."""
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -81,8 +82,8 @@ _Turn = Generator[Sequence[MemberCandidate], None, _Member | None]
 class Best(Searcher[MemberCandidate]):
     """Asks one member after the other; stops when the bound is reached.
 
-    If no member plans the problem, the first `ask` raises the InfeasibleBudget with the fewest `least_bytes`, or
-    UnsupportedProblem if there is none.
+    If no member plans the problem, the first `ask` raises a member's error: the InfeasibleBudget with the fewest
+    `least_bytes` or, without one, UnsupportedProblem.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
@@ -93,7 +94,7 @@ class Best(Searcher[MemberCandidate]):
         self._told: Sequence[Cost] = ()
         self._count = 0
         self.evaluations = 10**12
-        """Known once every member has had its turn; a very large number before."""
+        """A very large number until every member has spent its effort; then the number of evaluations so far."""
         self._steps = self._ask()
 
     def tell(self, candidates: Sequence[MemberCandidate], costs: Sequence[Cost]) -> None:
@@ -129,21 +130,22 @@ class Best(Searcher[MemberCandidate]):
             raise min(infeasible, key=lambda r: r.least_bytes, default=self._refusals[0])
         if quickest is not None:
             yield from self._ask_others(quickest)
-        # All spend the rest of their effort, the best first; those without further candidates hand over to the next.
+        # Each member spends the rest of its effort, the best first.
         for member in self._ranked():
-            if member.left > 0:
-                yield from self._spend(member, member.left)
+            if member.effort_left > 0:
+                yield from self._spend(member, member.effort_left)
         self.evaluations = self._count
+        # The best continues until it has no candidates, then the next best.
         for member in self._ranked():
             yield from self._spend(member, math.inf)
 
     def _ask_others(self, quickest: _Member) -> Iterator[Sequence[MemberCandidate]]:
-        """Ask the other members for a single budget, once the quickest has planned the graph's own order."""
+        """Ask the other members that plan single budgets, after the quickest has planned the graph's own order."""
         regrouped = None
         if self._weights_order is not None:
             regrouped = yield from self._turn(QUICKEST, by_weights=True)
         if any(op.mutates for op in self.problem.graph.ops):
-            for name in OF_CHAINS:
+            for name in CHAIN_MEMBERS:
                 yield from self._turn(name)
         # Sample the others in the better order of the ops.
         by_weights = regrouped is not None and regrouped.least_s < quickest.least_s
@@ -180,14 +182,14 @@ class Best(Searcher[MemberCandidate]):
             yield from self._spend(member)
         else:
             effort = searcher.evaluations
-            member.left = effort - (yield from self._spend(member, share * effort))
+            member.effort_left = effort - (yield from self._spend(member, share * effort))
         return member
 
     def _spend(self, member: _Member, most: float | None = None) -> Generator[Sequence[MemberCandidate], None, int]:
-        """Ask a member until it has spent `most` evaluations or stops, unless the bound is reached before. Returns the
-        number spent.
+        """Ask a member until it has spent `most` evaluations or has no candidates. Returns the number spent.
 
-        `most` is the member's own effort by default, read after its first candidates because computing it takes time.
+        Does nothing if the bound is reached. By default, `most` is the member's effort; it is read after the first
+        candidates, because computing it takes time.
         """
         searcher, spent = member.searcher, 0
         if self._is_within(AT_BOUND):
@@ -207,7 +209,7 @@ class Best(Searcher[MemberCandidate]):
     def _is_within(self, gap: float) -> bool:
         """Whether the best latency so far is within a relative gap of the bound."""
         least_s = min((member.least_s for member in self._members), default=math.inf)
-        # Computing the bound takes time, so a first plan comes before it.
+        # Computing the bound takes time, so it waits until there is a first plan.
         return least_s < math.inf and least_s <= self.problem.bound_s * (1 + gap)
 
 

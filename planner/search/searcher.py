@@ -17,10 +17,10 @@ C = TypeVar("C")
 class Searcher(Generic[C]):
     """One search for one problem, seeded at creation.
 
-    Subclasses set `problem`, and `_steps`, an iterator of candidates to ask for. They define `_schedule`, which returns
-    a candidate's schedule, or None if it does not fit in memory. They override `evaluate` if costs need no schedule,
-    and `pool_bytes` if the pool is smaller than the workspace. `evaluate` and `write` depend only on the problem and
-    the candidate: other threads may call them.
+    Subclasses set `problem`, and `_steps`, an iterator that yields the candidates of each `ask`. They define
+    `_schedule`, which returns a candidate's schedule, or None if it does not fit in memory. They override `evaluate` if
+    costs need no schedule, and `pool_bytes` if the pool is smaller than the workspace. `evaluate` and `write` depend
+    only on the problem and the candidate: other threads may call them.
     """
 
     problem: Problem
@@ -45,8 +45,7 @@ class Searcher(Generic[C]):
         """
 
     def evaluate(self, candidate: C, good_s: float) -> Cost:
-        """Simulate a candidate. If latency is the objective, the period is simulated only for latencies up to
-        `good_s`."""
+        """Simulate a candidate. If latency is the objective, skips the period of candidates slower than `good_s`."""
         schedule = self._schedule(candidate)
         good_s = math.inf if self.problem.objective == "period" else good_s
         return UNFIT if schedule is None else evaluate(self.problem, schedule, good_s)

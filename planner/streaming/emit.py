@@ -13,57 +13,58 @@ from cohabit.planner.streaming.workload import Workload
 
 def emit(work: Workload, resident_at: Ints, swaps: Swaps) -> Schedule:
     """Return the schedule that runs the ops in the order of `work`, with every tensor dropped after its last use."""
-    made = _by_address(schedule_of(work.arrays, work.numbering, resident_at, swaps))
-    of_activations, of_parameters = _activation_drops(work.footprint.graph), _parameter_drops(work, made, swaps)
-    row_after_op = [0, *(np.flatnonzero(made.verb == COMPUTE) + 1).tolist()]
-    drops = [(row, t) for k, row in enumerate(row_after_op, -1) for t in (*of_activations[k], *of_parameters[k])]
+    schedule = _by_address(schedule_of(work.arrays, work.numbering, resident_at, swaps))
+    activations, parameters = _activation_drops(work.footprint.graph), _parameter_drops(work, schedule, swaps)
+    # Op -1 is the start: its drops come before the first row.
+    row_after_op = [0, *(np.flatnonzero(schedule.verb == COMPUTE) + 1).tolist()]
+    drops = [(row, t) for k, row in enumerate(row_after_op, -1) for t in (*activations[k], *parameters[k])]
     at, dropped = np.array(drops, np.int64).reshape(-1, 2).T
-    return made._replace(
-        verb=np.insert(made.verb, at, DROP),
-        what=np.insert(made.what, at, dropped),
-        offset=np.insert(made.offset, at, NOTHING),
-        wait=np.insert(made.wait, at, NOTHING, axis=0),
+    return schedule._replace(
+        verb=np.insert(schedule.verb, at, DROP),
+        what=np.insert(schedule.what, at, dropped),
+        offset=np.insert(schedule.offset, at, NOTHING),
+        wait=np.insert(schedule.wait, at, NOTHING, axis=0),
     )
 
 
 class ParameterRows:
-    """The copies and drops of parameters that `emit` writes, for callers that take them one by one, in order.
+    """The swap-ins and drops of parameters that `emit` writes, for callers that take them one at a time, in order.
 
     Op numbers are positions in the order of execution.
     """
 
     def __init__(self, work: Workload, resident_at: Ints, swaps: Swaps) -> None:
-        made = _by_address(schedule_of(work.arrays, work.numbering, resident_at, swaps))
-        self.resident_at = dict(zip(made.residents.tolist(), made.resident_at.tolist(), strict=True))
+        schedule = _by_address(schedule_of(work.arrays, work.numbering, resident_at, swaps))
+        self.resident_at = dict(zip(schedule.residents.tolist(), schedule.resident_at.tolist(), strict=True))
         """Offsets of the residents."""
-        self._drops = _parameter_drops(work, made, swaps)
-        copied = made.verb == SWAP_IN
-        columns = (made.what[copied], made.offset[copied], swaps.after_op, swaps.op)
-        self._left = deque(zip(*(column.tolist() for column in columns), strict=False))
+        self._drops = _parameter_drops(work, schedule, swaps)
+        copied = schedule.verb == SWAP_IN
+        columns = (schedule.what[copied], schedule.offset[copied], swaps.after_op, swaps.op)
+        self._swap_ins = deque(zip(*(column.tolist() for column in columns), strict=False))
 
     @property
     def needed_by(self) -> int | None:
         """Op that needs the next copy; the number of ops for the epilogue, None if no copy is left."""
-        return self._left[0][3] if self._left else None
+        return self._swap_ins[0][3] if self._swap_ins else None
 
     def may_start(self, k: int) -> bool:
         """Whether the next copy may start once op k has ended."""
-        return bool(self._left) and self._left[0][2] <= k
+        return bool(self._swap_ins) and self._swap_ins[0][2] <= k
 
     def swap_in(self) -> Row:
         """Remove and return the row of the next copy."""
-        tensor, offset, after_op, _ = self._left.popleft()
+        tensor, offset, after_op, _ = self._swap_ins.popleft()
         return SWAP_IN, tensor, offset, after_op
 
     def drops_after(self, k: int) -> list[Row]:
-        """Return the drops of parameters that are not needed after op k (-1: from the start)."""
+        """Return the drops of parameters after op k (-1: at the start)."""
         return [(DROP, t, NOTHING, NOTHING) for t in self._drops[k]]
 
 
-def _by_address(made: Schedule) -> Schedule:
+def _by_address(schedule: Schedule) -> Schedule:
     """Sort the residents by address, then by tensor: empty residents share an address."""
-    order = np.lexsort((made.residents, made.resident_at))
-    return made._replace(residents=made.residents[order], resident_at=made.resident_at[order])
+    order = np.lexsort((schedule.residents, schedule.resident_at))
+    return schedule._replace(residents=schedule.residents[order], resident_at=schedule.resident_at[order])
 
 
 def _activation_drops(graph: Graph) -> dict[int, list[int]]:
@@ -78,23 +79,24 @@ def _activation_drops(graph: Graph) -> dict[int, list[int]]:
     return drops
 
 
-def _parameter_drops(work: Workload, made: Schedule, swaps: Swaps) -> dict[int, list[int]]:
-    """Return the parameters to drop after each op."""
-    ops, residents = len(work.footprint.uses), frozenset(made.residents.tolist())
+def _parameter_drops(work: Workload, schedule: Schedule, swaps: Swaps) -> dict[int, list[int]]:
+    """Return the parameters to drop after each op: after the last use of each stay in memory."""
+    ops, residents = len(work.footprint.uses), frozenset(schedule.residents.tolist())
     drops: dict[int, list[int]] = defaultdict(list)
     reads: dict[int, list[int]] = {t: [] for t in residents}
     for k, uses in enumerate(work.footprint.uses):
         for t in uses:
             reads.setdefault(t, []).append(k)
     arrivals: dict[int, list[int]] = defaultdict(list)
-    for t, k in zip(made.what[made.verb == SWAP_IN].tolist(), swaps.op.tolist(), strict=False):
+    for t, k in zip(schedule.what[schedule.verb == SWAP_IN].tolist(), swaps.op.tolist(), strict=False):
         arrivals[t].append(k)
     for t, uses_of_t in reads.items():
+        # Each stay in memory begins with an arrival (or the start) and ends before the next one (or after the last op).
         starts = [-1, *arrivals[t]] if t in residents else arrivals[t]
         ends = [*starts[1:], ops]
         for start, end in zip(starts, ends, strict=True):
-            stays_on = end == ops and start == starts[-1]
-            if stays_on and t in residents:
+            is_last_stay = end == ops and start == starts[-1]
+            if is_last_stay and t in residents:
                 continue
             drops[max((k for k in uses_of_t if start <= k < end), default=-1)].append(t)
     return drops

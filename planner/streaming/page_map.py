@@ -129,13 +129,13 @@ def _overwrite(memory: PageMap, item: int, page: int, pages: int) -> tuple[int, 
 
 
 @compiled
-def tidy(memory: PageMap, upcoming: Ints, op_end_s: Floats, link_s: float) -> None:
+def tidy(memory: PageMap, next_use: Ints, op_end_s: Floats, link_s: float) -> None:
     """Merge adjacent ranges that are not needed any more and are free when the link is."""
     begin, what, last = memory.begin, memory.what, memory.last
     kept, was_dead = 0, False
     for i in range(memory.items[0]):
         p = what[i]
-        dead = (p == _FREE or (p >= 0 and upcoming[p] >= NO_MORE)) and op_end_s[last[i] + 1] <= link_s
+        dead = (p == _FREE or (p >= 0 and next_use[p] >= NO_MORE)) and op_end_s[last[i] + 1] <= link_s
         if dead and p >= 0:
             memory.where[p] = NOWHERE
             what[i] = _FREE
@@ -216,7 +216,7 @@ def _latest_use(begin: Ints, last: Ints, item: int, page: int, pages: int) -> in
 
 
 @compiled
-def find_free(memory: PageMap, pages: int, op: int, upcoming: Ints, early: Ints) -> int:
+def find_free(memory: PageMap, pages: int, op: int, next_use: Ints, early: Ints) -> int:
     """Return the first page of the range to evict: needed last, then idle longest. NOWHERE if there is none.
 
     Ranges begin or end at boundaries of items. Excluded are ranges with parameters that this op reads, or with
@@ -228,7 +228,7 @@ def find_free(memory: PageMap, pages: int, op: int, upcoming: Ints, early: Ints)
         for page in (begin[i], begin[i + 1] - pages):
             if page < 0 or page + pages > begin[items]:
                 continue
-            soonest, latest = _contents(memory, i, page, pages, op, upcoming, early)
+            soonest, latest = _contents(memory, i, page, pages, op, next_use, early)
             if latest < op < soonest and (soonest > best_next or (soonest == best_next and latest < best_last)):
                 best, best_next, best_last = page, soonest, latest
     return best
@@ -236,7 +236,7 @@ def find_free(memory: PageMap, pages: int, op: int, upcoming: Ints, early: Ints)
 
 @compiled
 def _contents(
-    memory: PageMap, item: int, page: int, pages: int, op: int, upcoming: Ints, early: Ints
+    memory: PageMap, item: int, page: int, pages: int, op: int, next_use: Ints, early: Ints
 ) -> tuple[int, int]:
     """Return the soonest next use and the last use of a range; the former is -1 if the range is excluded."""
     begin, what, last = memory.begin, memory.what, memory.last
@@ -248,7 +248,7 @@ def _contents(
         if p == _BORDER or (p >= 0 and early[p] > op):
             return -1, latest
         if p >= 0:
-            soonest = min(soonest, upcoming[p])
+            soonest = min(soonest, next_use[p])
         latest = max(latest, last[item])
         item += 1
     return soonest, latest

@@ -1,12 +1,12 @@
 """Simulates one inference with given decisions: residents stay, other parameters stream through memory.
 
-Ops are scanned in order. A missing parameter goes into a hole that is free when the link is, else into the hole that is
-free first. Only if there is no hole does it displace a parameter that the decisions would keep: the one needed furthest
-in the future (Belady; SwapAdvisor, section 4.2). Parameters never change: displacing one costs nothing, except that a
-resident must be restored.
+Ops are scanned in order. A missing parameter goes into a hole that is free by the time the link is; if there is none,
+into the hole that becomes free first. If no hole is large enough, it displaces a parameter that the decisions would
+keep: the one needed furthest in the future (Belady; SwapAdvisor, section 4.2). Parameters never change, so displacing
+one costs nothing, unless it is a resident, which must be restored.
 
-Copies are issued in op order. Decisions may let a copy go ahead, into a hole that is free while the link would
-otherwise wait."""
+Copies are issued in op order. Decisions may let a copy overtake others, into a hole that is free while the link would
+otherwise be idle."""
 
 from typing import Final, NamedTuple
 
@@ -49,7 +49,7 @@ class Decisions(NamedTuple):
     fit: Ints
     """Per use: the rule by which its copy chooses a hole, see `planner.streaming.page_map.Hole`."""
     lead: Ints
-    """Per use: number of ops by which its copy may go ahead of other copies."""
+    """Per use: number of ops by which its copy may be issued before its turn."""
 
 
 def uniform(choice: Ints, hold: Bools, fit: int) -> Decisions:
@@ -74,8 +74,8 @@ class Swaps(NamedTuple):
 def place_residents(work: Arrays, choice: Ints) -> Ints:
     """Lay out residents contiguously. Returns the first page of each parameter, or NOWHERE.
 
-    The released ones lie together in the order of their use, so that they leave one contiguous range. Empty parameters
-    take no memory and are always resident.
+    Released residents are adjacent, in the order of their use, so that they leave one contiguous range. Empty
+    parameters take no memory and are always resident.
     """
     resident_at = np.full(len(choice), NOWHERE)
     page = 0
@@ -90,9 +90,9 @@ def place_residents(work: Arrays, choice: Ints) -> Ints:
 
 @compiled
 def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, float]:
-    """Return the swap-ins, and the latency if ops and transfers did not slow each other.
+    """Return the swap-ins, and the latency without slowdowns of concurrent ops and copies.
 
-    The latency is infinite if a copy issued ahead blocks an op: no plan exists for these decisions.
+    The latency is infinite if a copy issued ahead of its turn blocks an op: these decisions have no plan.
     """
     ops, parameters = len(work.op_s), len(work.size)
     most = 2 * len(work.use_parameter) + parameters
@@ -102,8 +102,8 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
         np.zeros(1, np.int64),
     )  # fmt: skip
     locked = np.full(parameters, NOTHING)  # op through which each parameter stays in memory
-    upcoming = work.first_use.copy()
-    touched = np.full(parameters, NOTHING)  # last op that read each parameter
+    next_use = work.first_use.copy()
+    last_reader = np.full(parameters, NOTHING)  # last op that read each parameter
     arrival_s = np.zeros(parameters)
     op_end_s = np.zeros(ops + 1)  # op k ends at op_end_s[k + 1]
     link_s, cursor = 0.0, 0
@@ -121,7 +121,7 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
     for k in range(ops):
         first, last = work.use_start[k], work.use_start[k + 1]
         if last > first:
-            tidy(memory, upcoming, op_end_s, link_s)
+            tidy(memory, next_use, op_end_s, link_s)
         # Place the op's missing parameters, and time their copies. If some do not fit, lay out all of them again.
         missing = False
         for j in range(first, last):
@@ -129,19 +129,19 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
             locked[p] = max(locked[p], k)
             missing |= memory.where[p] < 0
         if missing:
-            begun = swaps.length[0]
-            if not _bring(
-                work, memory, swaps, decisions, k, op_end_s, link_s, cursor, locked, upcoming, touched, early
+            first_swap = swaps.length[0]
+            if not _place_missing(
+                work, memory, swaps, decisions, k, op_end_s, link_s, cursor, locked, next_use, last_reader, early
             ):
                 if early.max() >= k:
                     return swaps, np.inf
-                for i in range(begun, swaps.length[0]):  # evictions of the failed attempt are kept
+                for i in range(first_swap, swaps.length[0]):  # evictions of the failed attempt are kept
                     if work.size[swaps.parameter[i]] > 0:
                         remove(memory, swaps.parameter[i])
                     memory.where[swaps.parameter[i]] = NOWHERE
-                swaps.length[0] = begun
-                _free_memory_for(work, memory, swaps, resident_at, k, touched)
-            for i in range(begun, swaps.length[0]):
+                swaps.length[0] = first_swap
+                _free_memory_for(work, memory, swaps, resident_at, k, last_reader)
+            for i in range(first_swap, swaps.length[0]):
                 p = swaps.parameter[i]
                 link_s = max(link_s, op_end_s[swaps.after_op[i] + 1]) + work.swap_s[p]
                 arrival_s[p] = link_s
@@ -151,13 +151,13 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
             op, p = work.use_op[j], work.use_parameter[j]
             if link_s > op_end_s[k] or op > k + longest_lead:  # the link is busy past this op
                 break
-            if op - decisions.lead[j] > k or memory.where[p] >= 0 or work.size[p] == 0 or upcoming[p] != op:
+            if op - decisions.lead[j] > k or memory.where[p] >= 0 or work.size[p] == 0 or next_use[p] != op:
                 continue
             hole = Hole(k, op_end_s, link_s, decisions.fit[j], cursor)
             page = find_hole(memory, work.size[p], locked, hole)
             if page < 0:
                 continue
-            after_op = max(touched[p], put(memory, p, page, work.size[p]))
+            after_op = max(last_reader[p], put(memory, p, page, work.size[p]))
             _append(swaps, p, page, after_op, op)
             link_s = max(link_s, op_end_s[after_op + 1]) + work.swap_s[p]
             arrival_s[p] = link_s
@@ -169,19 +169,19 @@ def play(work: Arrays, resident_at: Ints, decisions: Decisions) -> tuple[Swaps, 
         for j in range(first, last):
             p = work.use_parameter[j]
             ready_s = max(ready_s, arrival_s[p])
-            touched[p] = k
-            upcoming[p] = work.use_next[j]
+            last_reader[p] = k
+            next_use[p] = work.use_next[j]
             if resident_at[p] < 0 or memory.where[p] != resident_at[p]:
                 locked[p] = work.use_next[j] if decisions.hold[j] and work.use_next[j] < NO_MORE else k
-            if upcoming[p] == NO_MORE and resident_at[p] >= 0:
-                upcoming[p] = ops + work.first_use[p]
+            if next_use[p] == NO_MORE and resident_at[p] >= 0:
+                next_use[p] = ops + work.first_use[p]
             if work.size[p] > 0:
                 use(memory, p, k)
         op_end_s[k + 1] = ready_s + work.op_s[k]
     # The epilogue restores displaced residents.
     for p in range(parameters):
         if resident_at[p] >= 0 and memory.where[p] != resident_at[p]:
-            _move(work, memory, swaps, p, resident_at[p], touched[p], ops)
+            _move(work, memory, swaps, p, resident_at[p], last_reader[p], ops)
     return swaps, op_end_s[ops]
 
 
@@ -245,7 +245,7 @@ def schedule_of(work: Arrays, numbering: Numbering, resident_at: Ints, swaps: Sw
 
 
 @compiled
-def _bring(
+def _place_missing(
     work: Arrays,
     memory: PageMap,
     swaps: Swaps,
@@ -255,11 +255,11 @@ def _bring(
     link_s: float,
     cursor: int,
     locked: Ints,
-    upcoming: Ints,
-    touched: Ints,
+    next_use: Ints,
+    last_reader: Ints,
     early: Ints,
 ) -> bool:
-    """Place each missing parameter of an op; False if one does not fit."""
+    """Find memory for each missing parameter of an op, and append its swap-in; False if one does not fit."""
     for j in range(work.use_start[op], work.use_start[op + 1]):
         p = work.use_parameter[j]
         if memory.where[p] >= 0:
@@ -269,10 +269,10 @@ def _bring(
             hole = Hole(op, op_end_s, link_s, decisions.fit[j], cursor)
             page = find_hole(memory, work.size[p], locked, hole)
             if page < 0:
-                page = find_free(memory, work.size[p], op, upcoming, early)
+                page = find_free(memory, work.size[p], op, next_use, early)
             if page < 0:
                 return False
-            after_op = max(touched[p], put(memory, p, page, work.size[p]))
+            after_op = max(last_reader[p], put(memory, p, page, work.size[p]))
         memory.where[p] = page
         _append(swaps, p, page, after_op, op)
     return True
@@ -280,7 +280,7 @@ def _bring(
 
 @compiled
 def _free_memory_for(
-    work: Arrays, memory: PageMap, swaps: Swaps, resident_at: Ints, op: int, touched: Ints
+    work: Arrays, memory: PageMap, swaps: Swaps, resident_at: Ints, op: int, last_reader: Ints
 ) -> None:
     """Move an op's parameters to pages that fit for certain; those elsewhere are copied again.
 
@@ -301,17 +301,19 @@ def _free_memory_for(
             remove(memory, p)
     for i, p in enumerate(needed):
         if memory.where[p] < 0:
-            _move(work, memory, swaps, p, target[i], touched[p], op)
+            _move(work, memory, swaps, p, target[i], last_reader[p], op)
 
 
 @compiled
-def _move(work: Arrays, memory: PageMap, swaps: Swaps, parameter: int, page: int, touched: int, op: int) -> None:
+def _move(
+    work: Arrays, memory: PageMap, swaps: Swaps, parameter: int, page: int, last_reader: int, op: int
+) -> None:
     """Copy a parameter to a page, after the last read of its former page (if any)."""
-    after_op = touched
+    after_op = last_reader
     if work.size[parameter] > 0:
         if memory.where[parameter] >= 0:
             remove(memory, parameter)
-        after_op = max(touched, put(memory, parameter, page, work.size[parameter]))
+        after_op = max(last_reader, put(memory, parameter, page, work.size[parameter]))
     memory.where[parameter] = page
     _append(swaps, parameter, page, after_op, op)
 

@@ -173,12 +173,12 @@ def streams_in_cache(footprint: Footprint, profile: Profile) -> bool:
 
 
 def _next_uses(uses: list[list[int]], parameters: int) -> Ints:
-    upcoming = [NO_MORE] * parameters
+    next_use = [NO_MORE] * parameters
     found: list[int] = []
     for k in reversed(range(len(uses))):
-        found += (upcoming[p] for p in reversed(uses[k]))
+        found += (next_use[p] for p in reversed(uses[k]))
         for parameter in uses[k]:
-            upcoming[parameter] = k
+            next_use[parameter] = k
     return ints(reversed(found))
 
 

@@ -1,6 +1,6 @@
 """A draft: the calls, views and copies of one inference, with addresses relative to the plan's regions.
 
-Drafting walks the plan once. A model that moves or is reloaded is bound to the arena from the same draft.
+Drafting walks the plan once. The same draft is bound to the arena again when a model moves or is reloaded.
 """
 
 import operator
@@ -26,10 +26,10 @@ D = TypeVar("D")
 """C and D: types of a step's calls (`DraftCall` in a draft, `Call` in a program)."""
 
 Statics = tuple[tuple[int, int], ...]
-"""(slot, index into `Draft.statics`) of slots whose values are known once the model has addresses."""
+"""Slots whose values are known before a run, once the model has addresses: (slot, index into `Draft.statics`)."""
 
 PendingCall = tuple[Instruction, Statics]
-"""A call whose `frees` are not known yet."""
+"""A call whose `DraftCall.frees` are not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StaticWeight:
 
 @dataclass(frozen=True, slots=True)
 class DraftCall:
-    """A call, with its static slots, and the slots whose values it is the last to read."""
+    """A call, its static slots, and `frees`: the slots whose values no later call reads."""
 
     template: CallTemplate
     statics: Statics
@@ -52,7 +52,7 @@ class DraftCall:
 
 @dataclass(frozen=True, slots=True)
 class ComputeStep(Generic[C]):
-    """An op with the views that it needs. `_before` fields: steps of this run on other lanes that must end first."""
+    """An op with the views that it needs. `*_before` fields count the steps on other lanes that must end first."""
 
     lane: ClassVar[Literal["compute"]] = "compute"
     step: int
@@ -184,7 +184,7 @@ class Drafter:
         )
 
     def _walk(self) -> tuple[tuple[PendingCall, ...], Statics]:
-        """Return the final calls, and the outputs that are parameters, with addresses as of the last op."""
+        """Return the final calls, and the outputs that are parameters, at their addresses after the last op."""
         answer: tuple[tuple[PendingCall, ...], Statics] | None = None
         for index, step in enumerate(self.plan.steps):
             if index == self.plan.epilogue_start and self.computes:

@@ -119,12 +119,12 @@ class Program:
         return self.draft.trace.output_slots
 
     @property
-    def last_return(self) -> int:
+    def last_copy_back(self) -> int:
         """Number of swap-ins up to the last that fills an offloaded tensor."""
         return max((i + 1 for i, s in enumerate(self.swap_ins) if s.offloaded is not None), default=0)
 
     @property
-    def last_return_awaited(self) -> int:
+    def last_awaited_copy_back(self) -> int:
         """The same without copies that restore residents, which may continue while the next run begins."""
         restored = self.draft.restored
         awaited = (

@@ -63,8 +63,8 @@ def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
     leaving = plan.pooled.union(step.tensor for step in plan.steps if isinstance(step, SwapOut))
     for tensor in sorted(leaving & plan.addressed):
         raise UnsupportedPlan(
-            f"{graph.name}: the plan swaps {graph.tensors[tensor].name}, which has an address: only without one does"
-            " it have a storage of its own. Plan a single budget"
+            f"{graph.name}: the plan swaps {graph.tensors[tensor].name}, which has an address. Only a tensor without"
+            " an address has its own storage and can be swapped: plan a single budget"
         )
     if not leaving:
         return ()

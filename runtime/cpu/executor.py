@@ -227,7 +227,7 @@ class CpuExecutor:
         Restores of residents may go on: the next run waits for them op by op.
         """
         self._swap_out.done.wait(run.swap_out_ticket(len(program.swap_outs)))
-        self._swap_in.done.wait(run.swap_in_ticket(program.last_return_awaited))
+        self._swap_in.done.wait(run.swap_in_ticket(program.last_awaited_copy_back))
         for tensor in program.offloaded:
             tensor.forget()
 

@@ -143,8 +143,8 @@ class Driver(Protocol):
         """Issue torch kernels that do not allocate; any thread."""
         ...
 
-    def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Issue a copy to `ends()[0]` from `ends()[1]`, one of them pinned, both made by kernels launched before."""
+    def copy_deferred(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Issue a copy to `ends()[0]` from `ends()[1]`. Work launched before allocates both; one of them is pinned."""
         ...
 
     def record(self, event: Event) -> None: ...
@@ -237,8 +237,8 @@ class Driver(Protocol):
         """Bytes of `allocate` not freed yet, without staging buffers."""
         ...
 
-    def well(self) -> bool:
-        """Whether the device still answers."""
+    def is_working(self) -> bool:
+        """Whether the device still responds."""
         ...
 
     def drain(self) -> None:

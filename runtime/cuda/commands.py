@@ -1,25 +1,25 @@
 """A program as commands for three streams: kernels, copies, and the events that keep the plan's order.
 
     compute   K0      W0 K1          K2 R1 ...         K  kernels of one op        W  wait for an event
-    swap_in   C(0,1)  R0       ...      W1 C(2)        C  one copy of neighbours   R  record an event
+    swap_in   C(0,1)  R0       ...      W1 C(2)        C  one joined copy          R  record an event
     swap_out     ... S(0) ...                          S  an activation's copy to the host
 
-Swap-ins that are neighbours in host and device memory are joined into one copy, since every copy costs the link its
-latency. An op waits for all of a copy, so a copy that may delay an op is kept smaller, and joining delays no op.
+Swap-ins that are adjacent in host and device memory are joined into one copy, because each copy pays the link's latency
+once. An op waits for the whole joined copy. Joining therefore never delays an op: a copy that might is kept smaller.
 
-The plan's waits are issued as they are: its writer has left out those implied by lane order or another wait. Joined
-steps are one command, for which a stream waits once. Commands without a step in the plan add these waits:
+The plan's waits are issued unchanged: the plan already omits waits implied by lane order or by another wait. A joined
+copy is one command, so a stream waits for it once. These waits have no counterpart in the plan:
 
-- the first copy of a lane waits for the inference's begin (`FORK`), unless it waits for an op;
-- `empty` waits for the tensor's last copy out;
-- `return` waits for its `refill`, in place of the plan's waits for that swap-in;
-- at the end, compute waits for the last copy of each lane, unless it has waited for that copy already.
+- The first copy of a lane waits for the start of the inference (`FORK`), unless it waits for an op.
+- `deallocate` waits for the tensor's last `copy_out`.
+- `copy_back` waits for its `allocate`, which replaces the plan's waits for that swap-in.
+- At the end, compute waits for the last copy of each lane, unless it has waited for that copy already.
 
-Residents and epilogues add none: they are issued between inferences, and the executor makes a run wait for its model's
-last ones. Staged copies are the same commands, issued by another thread.
+Copies of residents and epilogues run between inferences and need no further waits: the executor makes each run wait for
+the last such copies of its model. Staged copies are the same commands, issued by another thread.
 
-One thread can issue the commands in their order: each record precedes its waits. Activations allocate and release their
-bytes in the compute stream's order (`empty`, `refill`), so that the allocator may reuse the bytes for later work.
+One thread can issue the commands in their order: each record precedes its waits. Offloaded tensors are allocated and
+deallocated in the compute stream's order, so that the allocator may reuse their bytes for later work.
 """
 
 from bisect import bisect_left
@@ -37,27 +37,28 @@ from cohabit.runtime.binding.draft import ComputeStep, SwapStep
 from cohabit.runtime.binding.program import Program
 
 FORK = 0
-"""Event that the first copy of a copy lane waits for, unless that copy waits for an op."""
+"""Index of the event recorded at the start of an inference. The first copy of each copy lane waits for it, unless that
+copy waits for an op."""
 
-_COST_SHARE = 0.02
-"""Copies are joined until the link's latency is at most this fraction of their time."""
-_LATE_PART = 4
-"""Divisor of that size for a copy that may delay an op: the op waits for all of it."""
-_LEAST_ENOUGH_BYTES, _MOST_ENOUGH_BYTES = 2 << 20, 8 << 20
-"""Limits of that size, for any measured link."""
-_USUAL_LINK = Link(3.2e-6, 52.5e9)
-"""A GPU's link, for programs without a profile."""
+_LATENCY_FRACTION = 0.02
+"""A copy has its target size once the link's latency is at most this fraction of its time."""
+_LATE_DIVISOR = 4
+"""Divisor of the target size for a copy that may delay an op: the op waits for all of it."""
+_LEAST_TARGET_BYTES, _MOST_TARGET_BYTES = 2 << 20, 8 << 20
+"""Limits of the target size, for any measured link."""
+_TYPICAL_LINK = Link(3.2e-6, 52.5e9)
+"""A typical GPU's link, for programs without a profile."""
 
 LANES: tuple[Lane, ...] = ("compute", "swap_in", "swap_out")
 
 
-Verb = Literal["compute", "copy", "save", "return", "empty", "refill", "record", "wait"]
+Verb = Literal["compute", "copy", "copy_out", "copy_back", "deallocate", "allocate", "record", "wait"]
 """Effect of a command, and the sequence that its index refers to:
 
 | verb | does | index into |
 | --- | --- | --- |
 | compute | runs the kernels of an op | `program.computes` |
-| copy | copies neighbours to the arena | `IssueSchedule.copies` |
+| copy | copies parameters, joined or one, to the arena | `IssueSchedule.copies` |
 | save | copies an offloaded tensor to the host | `program.swap_outs` |
 | return | copies an offloaded tensor back | `program.swap_ins` |
 | empty | releases an offloaded tensor's bytes | `program.offloaded` |
@@ -78,7 +79,7 @@ Commands = tuple[Command, ...]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Swap-ins [first, last), neighbours in host and in device memory."""
+    """Swap-ins [first, last), which are adjacent in host and in device memory."""
 
     first: int
     last: int
@@ -101,30 +102,30 @@ class IssueSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """Size of joined copies on a device: at most twice `enough_bytes`."""
+    """Rule for the size of joined copies on a device: they grow to `target_bytes`, and to at most twice that."""
 
     link: Link
-    enough_bytes: int
+    target_bytes: int
 
     @staticmethod
     def of(profile: Profile | None) -> "Joining":
         """Derive the size from the latency of the measured link."""
-        link = _USUAL_LINK if profile is None else profile.swap_in
-        nbytes = int(link.latency_s * link.bandwidth_bytes_per_s / _COST_SHARE)
-        return Joining(link, min(max(nbytes, _LEAST_ENOUGH_BYTES), _MOST_ENOUGH_BYTES))
+        link = _TYPICAL_LINK if profile is None else profile.swap_in
+        nbytes = int(link.latency_s * link.bandwidth_bytes_per_s / _LATENCY_FRACTION)
+        return Joining(link, min(max(nbytes, _LEAST_TARGET_BYTES), _MOST_TARGET_BYTES))
 
     @property
     def reserve_s(self) -> float:
         """Slack before an op's deadline, for one late preceding copy."""
-        return self.link.seconds(self.enough_bytes)
+        return self.link.seconds(self.target_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Predicted times of an inference without joined copies. Without a profile, every copy counts as late."""
+    """Predicted times of an inference without joined copies, from its start. Without a profile, all copies are late."""
 
     ends_s: list[float]
-    """End of the first k compute steps, by k."""
+    """By k: end of the first k compute steps."""
     arrivals_s: list[float]
     """End of each swap-in."""
     latest_s: list[float]
@@ -158,7 +159,7 @@ class Forecast:
 
 
 def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
-    """Lower a program to commands. Copies that no op of the same run waits for are left to the epilogue.
+    """Lower a program to commands. Copies that no op of the same run waits for go to the epilogue.
 
     `join`: whether the store can copy several segments at once.
     """
@@ -166,62 +167,68 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
     needed = max((c.swap_ins_before for c in program.computes), default=0)
     if program.constants:
         needed = max(needed, program.epilogue)
-    needed = max(needed, program.last_return)
+    needed = max(needed, program.last_copy_back)
     copies: list[Copy] = []
     inference, events = _commands(program, needed, joining, copies)
     epilogue = joined(program.swap_ins[needed:], needed, joining)
     residents = joined([step for step in program.residents if step.offloaded is None], 0, joining)
     return IssueSchedule(
-        inference, _noted(copies, epilogue), _noted(copies, residents), copies=tuple(copies), events=events
+        inference,
+        _append_copies(copies, epilogue),
+        _append_copies(copies, residents),
+        copies=tuple(copies),
+        events=events,
     )
 
 
-def _noted(copies: list[Copy], more: Iterable[Copy]) -> Commands:
+def _append_copies(copies: list[Copy], more: Iterable[Copy]) -> Commands:
     """Append copies to the table. Returns the commands that issue them."""
     start = len(copies)
     copies.extend(more)
     return tuple(Command("swap_in", "copy", n) for n in range(start, len(copies)))
 
 
-_Ended = tuple[int, int]
-"""Progress of a lane: (steps of its kind that have ended, allocations and releases since the last of them)."""
+_Progress = tuple[int, int]
+"""Progress of a lane: (number of its steps that have ended, allocations and deallocations since the last of them)."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    """A command at its position in the plan, with the progress of other lanes that it needs."""
+class _PlannedCommand:
+    """A command, the index of its step in the plan, and the progress of other lanes that it waits for."""
 
     step: int
     command: Command
-    needs: dict[Lane, _Ended]
-    ends: _Ended
+    needs: dict[Lane, _Progress]
+    ends: _Progress
     """Progress of its own lane once it has ended."""
 
 
-_NOTHING: _Ended = (0, 0)
+_NO_PROGRESS: _Progress = (0, 0)
 
 
 def _commands(program: Program, end: int, joining: Joining | None, copies: list[Copy]) -> tuple[Commands, int]:
     """Return the commands of ops, swap-outs and the first `end` swap-ins, and the event count. Appends to `copies`."""
-    placed = sorted(_placed(program, end, joining, copies), key=lambda p: p.step)
-    waits = _waits(placed)
+    planned = sorted(_planned_commands(program, end, joining, copies), key=lambda p: p.step)
+    waits = _waits(planned)
+    # An event for each command that another one waits for.
     waited = sorted({position for positions in waits.values() for position in positions})
     events = {position: n for n, position in enumerate(waited, FORK + 1)}
     count = FORK + 1 + len(events)
-    first = {lane: next((n for n, p in enumerate(placed) if p.command.lane == lane), None) for lane in LANES[1:]}
+    # Copy lanes whose first copy waits for nothing else wait for the inference's start.
+    first = {lane: next((n for n, p in enumerate(planned) if p.command.lane == lane), None) for lane in LANES[1:]}
     early = [lane for lane, position in first.items() if position is not None and position not in waits]
     issued = [Command("compute", "record", FORK)] if early else []
     issued += [Command(lane, "wait", FORK) for lane in early]
-    for position, item in enumerate(placed):
+    for position, item in enumerate(planned):
         lane = item.command.lane
         issued += [Command(lane, "wait", events[other]) for other in waits.get(position, ())]
         issued.append(item.command)
         if position in events:
             issued.append(Command(lane, "record", events[position]))
     for lane in LANES[1:]:  # a graph must end on one lane
-        last = max((n for n, p in enumerate(placed) if p.command.lane == lane), default=None)
+        last = max((n for n, p in enumerate(planned) if p.command.lane == lane), default=None)
         by_compute = {
-            other for n, others in waits.items() if placed[n].command.lane == "compute" for other in others
+            other for n, others in waits.items() if planned[n].command.lane == "compute" for other in others
         }
         if last is not None and last not in by_compute:
             issued += [Command(lane, "record", count), Command("compute", "wait", count)]
@@ -229,90 +236,95 @@ def _commands(program: Program, end: int, joining: Joining | None, copies: list[
     return tuple(issued), count
 
 
-def _placed(program: Program, end: int, joining: Joining | None, copies: list[Copy]) -> Iterator[_Placed]:
+def _planned_commands(
+    program: Program, end: int, joining: Joining | None, copies: list[Copy]
+) -> Iterator[_PlannedCommand]:
     """Yield commands lane by lane, the compute lane's first: a stable sort by step keeps them first in each step."""
     for index, compute in enumerate(program.computes):
-        needs: dict[Lane, _Ended] = {
+        needs: dict[Lane, _Progress] = {
             "swap_in": (min(compute.swap_ins_before, end), 0),
             "swap_out": (compute.swap_outs_before, 0),
         }
-        yield _Placed(compute.step, Command("compute", "compute", index), needs, (index + 1, 0))
-    refilled: dict[int, _Ended] = {}
-    for change in _changes(program):
-        refilled[change.step] = change.ends
+        yield _PlannedCommand(compute.step, Command("compute", "compute", index), needs, (index + 1, 0))
+    allocated: dict[int, _Progress] = {}
+    for change in _allocations(program):
+        allocated[change.step] = change.ends
         yield change
     forecast = Forecast.of(program)
-    for first, part in _parts(program.swap_ins[:end]):
+    for first, part in _split_by_destination(program.swap_ins[:end]):
         if part[0].offloaded is not None:
-            at = part[0].step
-            command = Command("swap_in", "return", first)
-            yield _Placed(at, command, {"compute": refilled[at]}, (first + 1, 0))
+            at_step = part[0].step
+            command = Command("swap_in", "copy_back", first)
+            yield _PlannedCommand(at_step, command, {"compute": allocated[at_step]}, (first + 1, 0))
             continue
         for copy in joined(part, first, joining, forecast):
             steps = program.swap_ins[copy.first : copy.last]
             computes, outs = max(s.computes_before for s in steps), max(s.others_before for s in steps)
             needs = {"compute": (computes, 0), "swap_out": (outs, 0)}
-            # As early as its waits allow: ops that need its first swap-in may precede the step of its last one.
-            place = max(
+            # As early as its waits allow: ops that need its first swap-in may precede the step of its last swap-in.
+            at_step = max(
                 steps[0].step,
                 program.computes[computes - 1].step if computes else -1,
                 program.swap_outs[outs - 1].step if outs else -1,
             )
-            (command,) = _noted(copies, [copy])
-            yield _Placed(place, command, needs, (copy.last, 0))
+            (command,) = _append_copies(copies, [copy])
+            yield _PlannedCommand(at_step, command, needs, (copy.last, 0))
     for index, step in enumerate(program.swap_outs):
         needs = {"compute": (step.computes_before, 0), "swap_in": (step.others_before, 0)}
-        yield _Placed(step.step, Command("swap_out", "save", index), needs, (index + 1, 0))
+        yield _PlannedCommand(step.step, Command("swap_out", "copy_out", index), needs, (index + 1, 0))
 
 
-def _parts(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, Sequence[SwapStep]]]:
-    """Yield runs of copies to the arena, and copies of offloaded tensors one by one, each with its first index."""
+def _split_by_destination(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, Sequence[SwapStep]]]:
+    """Yield consecutive copies to the arena together, and copies of offloaded tensors one by one.
+
+    Each comes with the index of its first copy in `swap_ins`.
+    """
     start = 0
-    for comes_back, part in groupby(swap_ins, key=lambda s: s.offloaded is not None):
+    for is_offloaded, part in groupby(swap_ins, key=lambda s: s.offloaded is not None):
         steps = list(part)
-        if comes_back:
+        if is_offloaded:
             yield from ((start + n, [step]) for n, step in enumerate(steps))
         else:
             yield start, steps
         start += len(steps)
 
 
-def _changes(program: Program) -> Iterator[_Placed]:
-    """Yield the releases and allocations of offloaded tensors, at their drops and swap-ins in the plan.
+def _allocations(program: Program) -> Iterator[_PlannedCommand]:
+    """Yield the deallocations and allocations of offloaded tensors, at their drops and swap-ins in the plan.
 
-    Bytes are released after the copy out. The copy that fills allocated bytes waits until the compute stream reaches
+    Bytes are deallocated after the copy out. The copy that fills allocated bytes waits until the compute stream reaches
     the allocation: all earlier work on these bytes was issued to that stream before.
     """
     number = {t.spill.tensor: n for n, t in enumerate(program.offloaded)}
-    saved = dict.fromkeys(number, 0)
+    copied_out = dict.fromkeys(number, 0)
     frees = {t.spill.tensor: iter([i.frees_storage for i in t.spill.intervals]) for t in program.offloaded}
     outs = {s.step: n + 1 for n, s in enumerate(program.swap_outs)}
-    ended: _Ended = _NOTHING
+    ended: _Progress = _NO_PROGRESS
     for index, step in enumerate(program.plan.steps if number else ()):
         if isinstance(step, Compute):
             ended = (ended[0] + 1, 0)
         elif isinstance(step, SwapOut):
-            saved[step.tensor] = outs[index]
+            copied_out[step.tensor] = outs[index]
         elif isinstance(step, SwapIn) and step.tensor in number:
             ended = (ended[0], ended[1] + 1)
-            yield _Placed(index, Command("compute", "refill", number[step.tensor]), {}, ended)
+            yield _PlannedCommand(index, Command("compute", "allocate", number[step.tensor]), {}, ended)
         elif isinstance(step, Drop) and step.tensor in number and next(frees[step.tensor]):
             ended = (ended[0], ended[1] + 1)
-            needs: dict[Lane, _Ended] = {"swap_out": (saved[step.tensor], 0)}
-            yield _Placed(index, Command("compute", "empty", number[step.tensor]), needs, ended)
+            needs: dict[Lane, _Progress] = {"swap_out": (copied_out[step.tensor], 0)}
+            yield _PlannedCommand(index, Command("compute", "deallocate", number[step.tensor]), needs, ended)
 
 
-def _waits(placed: Sequence[_Placed]) -> dict[int, list[int]]:
+def _waits(planned: Sequence[_PlannedCommand]) -> dict[int, list[int]]:
     """Return the positions that each command waits for. A lane waits for each position once."""
-    ends = {lane: [(p.ends, n) for n, p in enumerate(placed) if p.command.lane == lane] for lane in LANES}
+    ends = {lane: [(p.ends, n) for n, p in enumerate(planned) if p.command.lane == lane] for lane in LANES}
     waited: set[tuple[Lane, int]] = set()
     waits: dict[int, list[int]] = {}
-    for position, item in enumerate(placed):
+    for position, item in enumerate(planned):
         for lane, needed in item.needs.items():
-            if needed == _NOTHING:
+            if needed == _NO_PROGRESS:
                 continue
             _, other = ends[lane][bisect_left(ends[lane], needed, key=itemgetter(0))]
-            assert other < position, "a plan waits for what it issues later"
+            assert other < position, "a plan waits for a later step"
             if (item.command.lane, other) not in waited:
                 waited.add((item.command.lane, other))
                 waits.setdefault(position, []).append(other)
@@ -322,11 +334,11 @@ def _waits(placed: Sequence[_Placed]) -> dict[int, list[int]]:
 def joined(
     swap_ins: Sequence[SwapStep], start: int, joining: Joining | None, forecast: Forecast | None = None
 ) -> tuple[Copy, ...]:
-    """Join small neighbours into one copy. It waits for all that any of them waits for, and ops wait for all of it.
+    """Join small adjacent swap-ins. A joined copy waits for all ops that its swap-ins wait for.
 
-    `start` is the index of the first of `swap_ins` in the program. With a forecast, a copy grows to `enough_bytes` if
-    it arrives in time for the first op that needs it. Otherwise it stays smaller, and joins no neighbour that waits
-    for a later op. Without a forecast, no op waits for these copies. Without `joining`, no copies are joined.
+    `start` is the index of the first of `swap_ins` in the program. With a forecast, a copy grows to `target_bytes` if
+    it arrives in time for the first op that needs it. Otherwise it stays smaller, and does not include swap-ins that
+    wait for a later op. Without a forecast, no op waits for these copies. Without `joining`, no copies are joined.
     """
     copies: list[Copy] = []
     latest = 0  # number of compute steps that the lane has waited for
@@ -339,12 +351,12 @@ def joined(
         ready_s = 0.0 if forecast is None else forecast.ends_s[latest]
         last = copies[-1] if copies else None
         if last is not None and joining is not None and _continues(last, step):
-            nbytes, enough = last.nbytes + step.nbytes, joining.enough_bytes
+            nbytes, target_bytes = last.nbytes + step.nbytes, joining.target_bytes
             if forecast is not None:
                 end_s = max(free_s, ready_s) + joining.link.seconds(nbytes)
                 if step.others_before or end_s + joining.reserve_s > forecast.latest_s[last.first]:
-                    enough = 0 if later else enough // _LATE_PART
-            if last.nbytes < enough and nbytes <= 2 * enough:
+                    target_bytes = 0 if later else target_bytes // _LATE_DIVISOR
+            if last.nbytes < target_bytes and nbytes <= 2 * target_bytes:
                 copies[-1] = Copy(last.first, index + 1, last.segment, last.offset, nbytes)
                 begin_s = max(free_s, ready_s)
                 continue

@@ -162,7 +162,7 @@ class CudaDriver:
         with torch.inference_mode():
             kernels()
 
-    def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy_deferred(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.copy(*ends())
 
     def record(self, event: torch.cuda.Event) -> None:
@@ -183,7 +183,7 @@ class CudaDriver:
     def drain(self) -> None:
         torch.cuda.synchronize(self._index)
 
-    def well(self) -> bool:
+    def is_working(self) -> bool:
         try:
             torch.cuda.synchronize(self._index)
         except RuntimeError:
@@ -213,7 +213,7 @@ class CudaDriver:
         return sum(self._allocated.values())
 
     def free(self, memory: torch.Tensor) -> None:
-        if memory.nbytes and self.well():
+        if memory.nbytes and self.is_working():
             self._enter()
             self._libcuda.free(memory.data_ptr())
             del self._allocated[memory.data_ptr()]

@@ -34,7 +34,7 @@ from cohabit.runtime.recording import OnRecording, Recording
 
 _log = logging.getLogger("cohabit.cuda")
 _MOST_TRIALS = 16
-"""Maximum runs until the gaps in a pool repeat those of an earlier run; usually two or three."""
+"""Maximum number of runs until a pool's layout equals that of an earlier run; usually two or three are needed."""
 
 
 @dataclass(slots=True)
@@ -68,11 +68,11 @@ class CudaExecutor:
         self._thread: threading.Thread | None = None
         """The thread that called this executor last."""
         self._driver = streams.driver
-        self._issuing = IssueThread()
+        self._issue_thread = IssueThread()
         self._transfers = Transfers(streams)
         self._began, self._answered = self._driver.event(timed=True), self._driver.event(timed=True)
         self._stale: set[str] = set()
-        """Models whose residents may be wrong: a copy or kernel failed, or another model used their memory."""
+        """Models whose residents may be invalid: a copy or kernel failed, or another model used their memory."""
         self._admitted: list[CudaProgram] = []
 
     @property
@@ -84,9 +84,9 @@ class CudaExecutor:
         return self._driver.device
 
     def start(self) -> None:
-        self._adopt()
+        self._adopt_thread()
 
-    def _adopt(self) -> None:
+    def _adopt_thread(self) -> None:
         if self._thread is not threading.current_thread():
             with self._shared.exclusive:
                 self._driver.adopt_thread(self._streams.compute)
@@ -100,7 +100,7 @@ class CudaExecutor:
         if self._shared.lost is None:
             self.settle()
         self._transfers.close()
-        self._issuing.shutdown()
+        self._issue_thread.shutdown()
 
     @property
     def lost(self) -> str | None:
@@ -132,7 +132,7 @@ class CudaExecutor:
     def _load_residents(self, program: CudaProgram) -> None:
         """Load the residents that have addresses."""
         with self._faults(program):
-            self._adopt()
+            self._adopt_thread()
             graph = program.admission.residents
             pieces = pieces_of(program, program.schedule.residents) if graph is None else [graph.replay]
             transfer = self._transfers.issue(program.name, pieces)
@@ -144,42 +144,43 @@ class CudaExecutor:
     def _load_pool(self, program: CudaProgram, *, is_stale: bool = False) -> None:
         """Load the residents without an address into the pool, in place where they are allocated."""
         with self._faults(program), self._shared.exclusive:
-            self._adopt()
+            self._adopt_thread()
             residents = program.pooled_residents
             if is_stale or not all(tensor.is_ready for tensor in residents):
-                self._bring(program, residents, program.offloaded)
+                self._fill(program, residents, program.offloaded)
                 program.admission.moved = False
             else:
-                self._bring(program, residents)
+                self._fill(program, residents)
 
     def _return_to_places(self, program: CudaProgram) -> None:
-        """Move residents back to where they lay before the last run, so that the next run finds the same gaps.
+        """Move residents back to their addresses before the last run, so that the next run finds the same layout.
 
-        They are copied through the host: torch's allocator cannot allocate at a given address.
+        They are freed and allocated again, and copied through the host: torch's allocator cannot allocate at a given
+        address.
         """
         moved = [tensor for tensor in program.pooled_residents if tensor.moves]
         with self._faults(program), self._shared.exclusive:
-            self._adopt()
+            self._adopt_thread()
             self._copy_out([tensor for tensor in program.state if tensor in moved])
-            self._bring(program, moved, moved)
+            self._fill(program, moved, moved)
             program.admission.moved = False
 
-    def _bring(
-        self, program: CudaProgram, tensors: Sequence[OffloadedTensor], renewed: Sequence[OffloadedTensor] = ()
+    def _fill(
+        self, program: CudaProgram, tensors: Sequence[OffloadedTensor], freed: Sequence[OffloadedTensor] = ()
     ) -> None:
-        """Fill tensors from their host buffers, and wait. With `renewed`, frees these, then reallocates `tensors`."""
+        """Fill tensors from their host buffers, and wait. With `freed`, first frees these and allocates `tensors`."""
         driver, streams = self._driver, self._streams
         made, loaded = driver.event(), driver.event()
         with driver.allocating(program.pool), driver.on(streams.compute):
-            for tensor in renewed:
+            for tensor in freed:
                 driver.launch(tensor.reset)
-            for tensor in tensors if renewed else ():
+            for tensor in tensors if freed else ():
                 driver.launch(tensor.allocate)
             driver.record(made)
         with driver.on(streams.swap_in):
             driver.wait(made)
             for tensor in tensors:
-                driver.carry(tensor.copy_back)
+                driver.copy_deferred(tensor.copy_back)
             driver.record(loaded)
         driver.synchronize(loaded)
 
@@ -188,13 +189,13 @@ class CudaExecutor:
         driver, saved = self._driver, self._driver.event()
         with driver.on(self._streams.swap_out):
             for tensor in tensors:
-                driver.carry(tensor.copy_out)
+                driver.copy_deferred(tensor.copy_out)
             driver.record(saved)
         driver.synchronize(saved)
 
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
-        self._issuing.drain()
+        self._issue_thread.drain()
         self._transfers.flush()
         end = self._driver.event()
         with self._driver.on(self._streams.swap_in):
@@ -202,11 +203,11 @@ class CudaExecutor:
         self._driver.synchronize(end)
 
     def finish(self, program: CudaProgram) -> None:
-        """Copy state that stays in the pool between runs to the host. Runs wait for their own copies of the rest."""
+        """Copy the state that stays in the pool between runs to the host. Other state is copied out by the runs."""
         if program.admission.pool is None:
             return
         with self._faults(program), self._shared.exclusive:
-            self._adopt()
+            self._adopt_thread()
             self._copy_out([tensor for tensor in program.state if tensor.spill.at_start])
 
     def run(
@@ -222,13 +223,13 @@ class CudaExecutor:
         `on_recording` gets every step of a traced run, or of a program with weights in its pool, which is issued step
         by step. Otherwise it gets only the start and end of the inference.
 
-        Residents that the last run could not restore are loaded again; this run fails only if that fails, too.
+        Residents that the last run failed to restore are loaded again; if that fails, too, this run fails.
         """
         program.buffers.check(inputs)
         with self._faults(program):
-            self._adopt()
+            self._adopt_thread()
         start = time.perf_counter()
-        # Residents first: a failed epilogue leaves wrong bytes, and a moved resident leaves other gaps in the pool.
+        # Residents first: a failed epilogue leaves wrong bytes, and moved residents change the pool's layout.
         epilogue = self._transfers.take(program.name)
         is_restored = epilogue is None or epilogue.error is None
         if program.admission.pool is None or program.name in self._stale or not is_restored:
@@ -286,7 +287,7 @@ class CudaExecutor:
                 graph.replay()
         if graph is None:
             with self._shared.exclusive:  # held until the activations are freed
-                self._stream(program, watch)
+                self._issue_commands(program, watch)
         with self._driver.on(self._streams.compute):
             self._driver.record(self._answered)
 
@@ -306,18 +307,18 @@ class CudaExecutor:
         program.buffers.outputs = known.outputs
         return known.graph
 
-    def _stream(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
-        """Issue command by command. Later copies follow these in the order of the swap-in stream."""
+    def _issue_commands(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
+        """Issue command by command, without a graph. Copies issued later come after these on the swap-in stream."""
         frame = program.new_frame()
         perform = program.performing(self._driver, frame)
         if watch is not None:
             perform = watch.timing(perform)
             with self._driver.on(self._streams.compute):
                 watch.start()
-        issuing = self._issuing if program.staged else None
+        issue_thread = self._issue_thread if program.staged else None
         try:
             with self._driver.allocating(program.pool):
-                issue_inference(self._streams, program, frame, perform, issuing)
+                issue_inference(self._streams, program, frame, perform, issue_thread)
         except BaseException:
             frame.clear()  # tracebacks keep the frame, and its tensors must not outlive the pool
             raise
@@ -333,14 +334,16 @@ class CudaExecutor:
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
 
-        Several small scratch tensors of an op may need more segments than a dry run shows. Then the next pool that
-        the dry run accepts is tried.
+        An op with several small scratch tensors may need more segments than the dry run shows. The run then fails, and
+        the next pool that the dry run accepts is tried.
         """
         refused: MemoryExceeded | None = None
-        waste = min((op.scratch_bytes for op in program.graph.ops), default=0)  # profiling adds it to every op
+        waste_bytes = min(
+            (op.scratch_bytes for op in program.graph.ops), default=0
+        )  # profiling adds it to every op
         plan = program.plan
         residents = [tensor.spill.tensor for tensor in program.pooled_residents]
-        pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, waste, residents)
+        pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, waste_bytes, residents)
         while program.admission.pool is None:
             try:
                 pool = next(pools)
@@ -379,7 +382,7 @@ class CudaExecutor:
         self._shared.note_memory(self._driver)
 
     def _try_out(self, program: CudaProgram) -> None:
-        """Run a program for the first time, to initialise libraries; all other state is restored.
+        """Run a program for the first time, to initialise libraries. All state other than theirs is restored.
 
         With weights in the pool, it runs until the pool's layout repeats: then no later run can run out of memory. The
         first run adds segments for small tensors.
@@ -395,7 +398,7 @@ class CudaExecutor:
                 while (layout := program.pool.layout) not in found:
                     if len(found) == _MOST_TRIALS:
                         raise MemoryExceeded(
-                            f"{program.graph.name}: each of {_MOST_TRIALS} runs leaves other gaps in its memory"
+                            f"{program.graph.name}: each of {_MOST_TRIALS} runs leaves another layout in its memory"
                         )
                     found.add(layout)
                     self._first_run(program)
@@ -418,8 +421,8 @@ class CudaExecutor:
         self.settle()
         if program.pool.held_bytes and not program.has_pooled_weights:
             raise DeviceError(
-                f"{program.graph.name}: {format_bytes(program.pool.held_bytes)} of its workspace stay taken by a"
-                " library after an inference; what a library keeps must not lie there"
+                f"{program.graph.name}: a library keeps {format_bytes(program.pool.held_bytes)} of its workspace after"
+                " an inference; memory that a library keeps must not be in the workspace"
             )
 
     def invalidate(self, program: CudaProgram) -> None:
@@ -447,8 +450,8 @@ class CudaExecutor:
             self._stale.add(program.name)
             with self._shared.exclusive:
                 traceback.clear_frames(error.__traceback__)  # frees activations of the failed run
-                well = self._driver.well()
-            if not well:
+                is_working = self._driver.is_working()
+            if not is_working:
                 self._shared.lost = str(error)
                 raise DeviceLost(f"{program.graph.name}: the device is lost: {error}") from error
             program.forget()
@@ -467,8 +470,8 @@ def _timeline(program: CudaProgram, spans: tuple[Span, ...]) -> Timeline:
 def _check_refusal(program: CudaProgram, *, failed: bool) -> None:
     """Raise MemoryExceeded if the pool refused planned memory, even if the run succeeded.
 
-    A kernel that falls back to less scratch may give other bits. After a run that succeeded, refused allocations
-    above `MOST_SCRATCH_BYTES` are ignored: profiling refused them, too.
+    A kernel that falls back to less scratch may compute other bits. After a successful run, refused allocations above
+    `MOST_SCRATCH_BYTES` are ignored: profiling refused them, too.
     """
     wanted = program.pool.refused_bytes
     if wanted is not None and (failed or wanted <= MOST_SCRATCH_BYTES):

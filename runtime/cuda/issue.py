@@ -1,7 +1,7 @@
-"""Issues an inference to the three streams, from one thread, or with the copies in a second thread.
+"""Issues an inference to the three streams, from one thread, or from two, of which one issues the swap-ins.
 
-A wait issued before its event's record waits for nothing. With two threads, each event has a mark: a thread blocks on
-it until the other one has issued the record.
+In CUDA, a wait issued before its event's record waits for nothing. With two threads, each CUDA event therefore has a
+`threading.Event`, which is set once the record is issued. A thread blocks on it before it issues the wait.
 """
 
 import threading
@@ -38,7 +38,7 @@ class Streams:
 
 
 class IssueThread(ThreadPoolExecutor):
-    """Thread that issues copies which need host work, in order; calls must not raise. Started on first use."""
+    """Thread that issues copies that need work on the host, in order. Calls must not raise. Started on first use."""
 
     def __init__(self) -> None:
         super().__init__(1, "swap-in")
@@ -49,44 +49,44 @@ class IssueThread(ThreadPoolExecutor):
 
 
 def issue_inference(
-    streams: Streams, program: CudaProgram, frame: Frame, perform: Perform, issuing: IssueThread | None = None
+    streams: Streams, program: CudaProgram, frame: Frame, perform: Perform, issue_thread: IssueThread | None = None
 ) -> None:
-    """Issue inputs, commands and outputs. With a issuing, its thread issues the copies.
+    """Issue the inputs' copies, the commands, and the outputs' copies. `issue_thread`, if given, issues the swap-ins.
 
-    Raises the error of a kernel or copy. With a issuing, waits for its thread first; its copies raise DeviceError.
+    Raises the error of a kernel or copy, after `issue_thread` is idle; DeviceError for a copy that it issued.
     """
     driver, commands = streams.driver, program.schedule.inference
     events = [driver.event() for _ in range(program.schedule.events)]
     with driver.tf32(program.tf32), torch.inference_mode():
         with driver.on(streams.compute):
             driver.launch(lambda: program.begin(frame))
-        if issuing is not None:
-            _issue_by_two(streams, commands, events, perform, issuing)
+        if issue_thread is not None:
+            _issue_from_two_threads(streams, commands, events, perform, issue_thread)
         else:
             _issue(streams, commands, events, perform)
         with driver.on(streams.compute):
             driver.launch(lambda: program.finish(frame))
 
 
-def _issue_by_two(
-    streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform, issuing: IssueThread
+def _issue_from_two_threads(
+    streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform, issue_thread: IssueThread
 ) -> None:
-    marks = [threading.Event() for _ in events]
+    issued = [threading.Event() for _ in events]
     errors: list[Exception] = []
 
     def attempt(command: Command) -> None:
         try:
             perform(command)
-        except Exception as error:  # the lane goes on, because the other thread waits for its records
+        except Exception as error:  # go on issue_thread: the other thread waits for the records of this lane
             errors.append(error)
 
-    issuing.submit(lambda: _issue(streams, commands, events, attempt, ["swap_in"], marks))
+    issue_thread.submit(lambda: _issue(streams, commands, events, attempt, ["swap_in"], issued))
     try:
-        _issue(streams, commands, events, perform, ["compute", "swap_out"], marks)
+        _issue(streams, commands, events, perform, ["compute", "swap_out"], issued)
     finally:
-        for mark in marks:  # after an error, the remaining records are not issued
-            mark.set()
-        issuing.drain()
+        for event_issued in issued:  # after an error, the remaining records are not issued: do not wait for them
+            event_issued.set()
+        issue_thread.drain()
     if errors:
         raise DeviceError(f"a copy from the store failed: {errors[0]}") from errors[0]
 
@@ -97,9 +97,12 @@ def _issue(
     events: Sequence[Event],
     perform: Perform,
     lanes: Sequence[Lane] = LANES,
-    marks: Sequence[threading.Event] | None = None,
+    issued: Sequence[threading.Event] | None = None,
 ) -> None:
-    """Issue the commands of these lanes. With `marks`, another thread issues the other lanes meanwhile."""
+    """Issue the commands of these lanes. With `issued`, another thread issues the other lanes at the same time.
+
+    `issued[n]` is set once the record of event n is issued.
+    """
     driver = streams.driver
     for lane, part in groupby((c for c in commands if c.lane in lanes), key=lambda c: c.lane):
         with driver.on(getattr(streams, lane)):
@@ -107,11 +110,11 @@ def _issue(
                 match command.verb:
                     case "record":
                         driver.record(events[command.index])
-                        if marks is not None:
-                            marks[command.index].set()
+                        if issued is not None:
+                            issued[command.index].set()
                     case "wait":
-                        if marks is not None:
-                            marks[command.index].wait()
+                        if issued is not None:
+                            issued[command.index].wait()
                         driver.wait(events[command.index])
                     case _:
                         perform(command)

@@ -178,16 +178,16 @@ class CudaProgram(Program):
                         driver.launch(lambda: self.compute(index, frame))
                 case "copy":
                     self.copies[index]()
-                case "save":
-                    driver.carry(_offloaded(self.swap_outs[index].offloaded).copy_out)
-                case "return":
-                    driver.carry(_offloaded(self.swap_ins[index].offloaded).copy_back)
-                case "empty":
+                case "copy_out":
+                    driver.copy_deferred(_offloaded(self.swap_outs[index].offloaded).copy_out)
+                case "copy_back":
+                    driver.copy_deferred(_offloaded(self.swap_ins[index].offloaded).copy_back)
+                case "deallocate":
                     driver.launch(self.offloaded[index].deallocate)
-                case "refill":
+                case "allocate":
                     driver.launch(self.offloaded[index].allocate)
                 case _:
-                    raise AssertionError(f"{command.verb} is no work of a program")
+                    raise AssertionError(f"{command.verb} is not a command of a program")
 
         return perform
 
@@ -214,7 +214,7 @@ class CudaRelocatableModel(RelocatableModel):
     """
 
     is_admitted = True
-    home: CudaProgram
+    unplaced: CudaProgram
 
     def __init__(
         self,
@@ -226,11 +226,11 @@ class CudaRelocatableModel(RelocatableModel):
         store: HostStore[Any],
     ) -> None:
         super().__init__(lowered, plan, profile, arena, store)
-        self.home = prepare(pinned, lowered, self.home, profile, arena, Bases(0, 0), store)
+        self.unplaced = prepare(pinned, lowered, self.unplaced, profile, arena, Bases(0, 0), store)
         self._shared_admission = AdmissionState(refused=_RELOCATED)
 
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> CudaProgram:
-        own = replace(self.home, **self._changes(fetch_plan, blocking))
+        own = replace(self.unplaced, **self._changes(fetch_plan, blocking))
         scheduled = schedule(own, join=not own.staged)
         return replace(
             own,

@@ -179,7 +179,7 @@ def _check_program(path: Path, raw: bytes) -> tuple[Any, list[str]]:
                     " use plain containers"
                 )
             elif kind == "name" and not _NAME.fullmatch(text):
-                raise ArchiveError(f"{path.name}: name {text[:80]!r} of the program is no identifier")
+                raise ArchiveError(f"{path.name}: name {text[:80]!r} of the program is not an identifier")
             elif kind == "target" and not allows_target(text):
                 raise UnsupportedModel(
                     f"{path.name}: the program calls {text[:80]!r}, which is not an operator that a model may use:"

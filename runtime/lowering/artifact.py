@@ -286,7 +286,7 @@ def _graph_module(records: list[Any]) -> fx.GraphModule:
     for index, (kind, target_name, plain_args, plain_kwargs) in enumerate(records):
         args, kwargs = filled((_value(plain_args), _value(plain_kwargs)), lambda slot: nodes[slot.index])
         if not all(map(str.isidentifier, kwargs)):
-            raise ValueError("an argument's name is no identifier")
+            raise ValueError("an argument's name is not an identifier")
         match kind:
             case "placeholder":
                 node = graph.placeholder(f"input_{index}")

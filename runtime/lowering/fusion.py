@@ -1,6 +1,6 @@
-"""Fusion: a convolution or linear layer, the sum and the activation function after it become one op.
+"""Fusion: replaces a convolution or linear layer, and the sum and activation function after it, by one op.
 
-One pass serves all kernel libraries. `ACTIVATIONS` lists the activation functions; `LayerKernels` says which patterns a
+One pass serves all kernel libraries. `ACTIVATIONS` lists the activation functions. `LayerKernels` says which patterns a
 library computes. The fused op takes the position of the pattern's last op.
 """
 
@@ -23,7 +23,7 @@ from cohabit.runtime.lowering.fused_ops import (
     conv_relu,
     linear_transposed,
 )
-from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_form
+from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_shape_and_dtype
 from cohabit.runtime.lowering.rewrites.linear_forms import Form, fastest
 
 aten = torch.ops.aten
@@ -31,8 +31,8 @@ aten = torch.ops.aten
 _DEFAULTS = (None, [1, 1], [0, 0], [1, 1], 1)
 """Defaults of a 2-d convolution's arguments after the weight: bias, stride, padding, dilation, groups."""
 LEAST_MULTIPLICATIONS = 1 << 20
-"""Multiplications in the smallest planned shape below which a linear layer is not packed: entering oneDNN takes ten
-times as long as a small product."""
+"""A linear layer with fewer multiplications than this in its smallest planned shape is not packed: a call of oneDNN
+takes ten times as long as a small product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ class LayerKernels(Protocol):
 def fuse(model: FxModel, kernels: LayerKernels) -> None:
     """Replace each pattern by one op, if nothing else reads its intermediate results.
 
-    Iterates backwards: of two summed layers, the later takes the sum, since the other's result is ready.
+    Iterates backwards, so that a sum of two layers is fused into the later one: the other's result is ready by then.
     """
     for layer in reversed(list(model.graph.nodes)):
         if layer.op != "call_function" or not kernels.takes(model, layer):
@@ -168,7 +168,7 @@ def _only_reader(node: fx.Node) -> fx.Node | None:
 def _summand(total: fx.Node, layer: fx.Node) -> fx.Node | None:
     """Return the operand that a sum adds to a layer's result, if it has the same shape and dtype."""
     other = total.args[1] if total.args[0] is layer else total.args[0]
-    if total.kwargs or not isinstance(other, fx.Node) or not same_form(layer, other):
+    if total.kwargs or not isinstance(other, fx.Node) or not same_shape_and_dtype(layer, other):
         return None
     return other
 
@@ -208,7 +208,7 @@ def _bias(layer: fx.Node) -> Any:
 
 
 class CudnnKernels:
-    """cuDNN's fused kernel: `relu(conv2d(x) [+ residual])`. Without one, plain kernels compute the op."""
+    """cuDNN's fused kernel: `relu(conv2d(x) [+ residual])`. If cuDNN has none for an op, plain kernels compute it."""
 
     def takes(self, model: FxModel, layer: fx.Node) -> bool:
         return _is_image_convolution(layer)
@@ -226,15 +226,15 @@ class CudnnKernels:
 class OneDnnKernels:
     """oneDNN's fused kernels on packed weights: `activation(layer(x))` if NaN propagates, `layer(x) + residual`.
 
-    Convolutions use the channels-last layout, whatever their input's layout. oneDNN converts a weight in an unexpected
-    layout in every call. A 1x1 convolution whose planned shapes need several layouts therefore runs as a linear layer,
-    which has one layout for all shapes.
+    Convolutions use the channels-last layout, whatever their input's layout. If a weight's layout is not the one that
+    oneDNN expects for a shape, oneDNN converts the weight in every call. Therefore a 1x1 convolution whose planned
+    shapes need several layouts runs as a linear layer, which has one layout for all shapes.
     """
 
     def __init__(self, weights: Mapping[str, torch.Tensor], symbols: Sequence[Mapping[str, int]]) -> None:
-        """`symbols` are the symbols' values in each planned shape; weights are packed for these shapes."""
+        """`symbols` has the values of the dynamic sizes in each planned shape. Weights are packed for these shapes."""
         self._symbols = symbols
-        self._tied: dict[str, tuple[Any, ...]] = {
+        self._identities: dict[str, tuple[Any, ...]] = {
             name: (plain.data_ptr(), plain.shape, plain.stride(), plain.dtype)
             for name, plain in weights.items()
             if not packing.is_packed(plain)
@@ -265,7 +265,7 @@ class OneDnnKernels:
             found = LayerPattern(found.layer, found.total, found.residual)
         if found.layer.target is aten.linear.default:
             return self._linear(model, found, packing.LINEAR, packing.LINEAR_SUM)
-        if self._sees_one_pixel(model, found.layer):
+        if self._has_one_pixel(model, found.layer):
             return FusedCall(LayerPattern(found.layer), conv_pixel, (*found.layer.args[:2], _bias(found.layer)))
         if _is_1x1(model, found.layer) and (found.total is None or self._layouts(model, found.layer) > 1):
             return self._linear(model, found, conv1x1, conv1x1_add)
@@ -280,11 +280,11 @@ class OneDnnKernels:
             if form == "plain":
                 return None
             if form == "transposed":
-                turned = self._packed_once(model, layer, "transposed", lambda w: w.t().contiguous())
-                return FusedCall(LayerPattern(layer), linear_transposed, (x, turned, bias))
+                transposed = self._packed_once(model, layer, "transposed", lambda w: w.t().contiguous())
+                return FusedCall(LayerPattern(layer), linear_transposed, (x, transposed, bias))
         weight = self._packed_once(model, layer, "linear", lambda w: packing.pack_linear(w.flatten(1), rows))
         if found.total is None:
-            return FusedCall(found, plain, (x, weight, bias, *_words(found.activation)))
+            return FusedCall(found, plain, (x, weight, bias, *_activation_arguments(found.activation)))
         return FusedCall(found, add, (x, found.residual, weight, bias, "add"))
 
     def _form(self, model: FxModel, found: LayerPattern, rows: Sequence[int]) -> Form:
@@ -319,11 +319,11 @@ class OneDnnKernels:
         weight = self._packed_once(model, layer, str(window), pack)
         rest = (weight, _bias(layer), *window)
         if residual is None:
-            return FusedCall(found, plain, (x, *rest, *_words(found.activation)))
+            return FusedCall(found, plain, (x, *rest, *_activation_arguments(found.activation)))
         return FusedCall(found, add, (x, residual, *rest, "add", 1.0, None, [], None))
 
-    def _sees_one_pixel(self, model: FxModel, layer: fx.Node) -> bool:
-        """Whether a 1x1 convolution is a small product over one pixel per image, as in a squeeze-and-excite gate."""
+    def _has_one_pixel(self, model: FxModel, layer: fx.Node) -> bool:
+        """Whether a 1x1 convolution is a small matrix product: one pixel per image, as in a squeeze-and-excite gate."""
         weight = model.weight_of(layer.args[1])
         assert weight is not None
         pixels = all(
@@ -332,11 +332,11 @@ class OneDnnKernels:
         return pixels and _is_1x1(model, layer)
 
     def _sizes(self, layer: fx.Node) -> list[tuple[int, ...]]:
-        """Return the input sizes of a layer in each planned shape; empty if export did not record them."""
+        """Return the input size of a layer in each planned shape; empty if the export did not record it."""
         value = layer.args[0].meta.get("val") if isinstance(layer.args[0], fx.Node) else None
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return []
-        return [tuple(_at(d, symbols) for d in value.shape) for symbols in self._symbols]
+        return [tuple(_size_of(d, symbols) for d in value.shape) for symbols in self._symbols]
 
     def _layouts(self, model: FxModel, conv: fx.Node) -> int:
         """Return the number of layouts that oneDNN wants for a convolution's weight in the planned shapes."""
@@ -350,13 +350,13 @@ class OneDnnKernels:
         """Return a placeholder of the packed weight. Tied weights are packed once per use."""
         node = layer.args[1]
         assert isinstance(node, fx.Node)
-        key = (*self._tied[node.name], use)
+        key = (*self._identities[node.name], use)
         if key not in self._packed:
             self._packed[key] = model.in_file(pack(model.weights[node.name]))
         return model.add_weight(f"{node.name}_packed", self._packed[key])
 
 
-def _words(activation: Activation | None) -> tuple[str, list[float], str]:
+def _activation_arguments(activation: Activation | None) -> tuple[str, list[float], str]:
     """Return the arguments for an activation function in oneDNN's operators."""
     return (
         ("none", [], "")
@@ -371,7 +371,7 @@ def _is_1x1(model: FxModel, conv: fx.Node) -> bool:
     return weight is not None and weight.shape[2:] == (1, 1) and _window(conv) == [[1, 1], [0, 0], [1, 1], 1]
 
 
-def _at(dim: Any, symbols: Mapping[str, int]) -> int:
+def _size_of(dim: Any, symbols: Mapping[str, int]) -> int:
     """Return a dimension, given the values of its symbols."""
     if isinstance(dim, int):
         return dim

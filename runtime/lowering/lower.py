@@ -1,4 +1,4 @@
-"""Lowers a `.pt2` archive: graph rewritten, weights file written, one traced program per bucket."""
+"""Lowers a `.pt2` archive: rewrites its graph, writes a weights file, and traces a program for each bucket."""
 
 import hashlib
 import logging
@@ -37,9 +37,9 @@ _log = logging.getLogger("cohabit.runtime")
 MOST_BUCKETS = 64
 """Maximum number of buckets of a model: each has a plan, and programs in memory."""
 _CHECKED_BATCHES = 2
-"""Number of batch sizes traced at several shapes per bucket: torch specialises batch 1, others are alike."""
+"""Number of batch sizes that are traced at several shapes per bucket. Two suffice: torch specialises only batch 1."""
 _LOWERING = "23"
-"""Version of lowering: changes whenever it writes other bytes for the same archive."""
+"""Version of lowering. It changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
 
@@ -61,8 +61,8 @@ class Lowered:
     weights_path: Path
     options: Options = DEFAULTS
     interaction: str | None = None
-    """How the rows of a batch influence one another; None if nothing was found or the rows were not compared. See
-    `find_interaction`."""
+    """How the rows of a batch influence one another; see `find_interaction`. None if no influence was found, or if rows
+    were not compared."""
     dynamic: DynamicShape = STATIC
     """Dynamic dimensions other than the batch."""
     changed_inputs: tuple[str, ...] = ()
@@ -131,8 +131,9 @@ def lower(
 ) -> Lowered:
     """Lower an archive for the given batch sizes, except those it was not exported for.
 
-    `shape_buckets` gives the sizes of each other dynamic dimension (default: powers of two). Without `compare_rows`,
-    the search for `interaction` is skipped. It runs the model at its largest batch; only mixed batches need it.
+    `shape_buckets` has the sizes of the other dynamic dimensions (default: powers of two). Without `compare_rows`, the
+    search for `interaction` is skipped. That search runs the model at its largest batch. Callers that never batch
+    different requests do not need it.
 
     The weights file is written to `cache`, keyed by the archive, and reused from there. Raises ArchiveError for a bad
     archive and UnsupportedModel for a program that cannot be planned.
@@ -186,9 +187,9 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         asked, unchecked = entry.options.weights, validation.unchecked
         lossy, encoding = encode_lossy(runs.model, runs.own, asked, run, unchecked)
         codecs |= lossy
-        runs = _Runs(runs.model, runs.own, runs.buckets, runs.applied)  # encoded tables change the ops: trace again
+        runs = _Runs(runs.model, runs.own, runs.buckets, runs.applied)  # trace again: encoded tables change the ops
     model, own, buckets, usable = runs.model, runs.own, runs.buckets, sorted({b.batch for b in runs.buckets})
-    # Trace every bucket, the smaller batches at several shapes.
+    # Trace every bucket; the smallest batch sizes at several shapes.
     on_progress(f"{name}: tracing batches{', and comparing their rows' if entry.compare_rows else ''}")
     interaction = find_interaction(model, usable, runs.symbols, runs.outputs) if entry.compare_rows else None
     traces: dict[Bucket, Trace] = {}
@@ -262,7 +263,7 @@ def _validated(
 def _outputs_of(
     model: FxModel, samples: Sequence[Sample], weights: Mapping[str, torch.Tensor]
 ) -> list[list[torch.Tensor]]:
-    """Return a model's outputs with these weights on the samples without NaN or infinity."""
+    """Return a model's outputs on the samples that have no NaN and no infinity, computed with these weights."""
     ordinary = [sample.inputs for sample in samples if not sample.broken]
     return [run_model(model, dict(weights), [tensor.clone() for tensor in inputs]) for inputs in ordinary]
 
@@ -304,7 +305,7 @@ def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manife
 
 @dataclass(frozen=True)
 class Entry:
-    """Cache entry of a lowered model. Its files record their origin, and are used only where it matches."""
+    """Cache entry of a lowered model. Each of its files records its origin, and is used only if that matches."""
 
     cache: Path
     archive: str
@@ -325,12 +326,12 @@ class Entry:
 
     @property
     def origin(self) -> str:
-        """Identity of a weights file's inputs: archive, lowering version, options."""
+        """Identity of everything that determines a weights file: archive, lowering version, options."""
         return f"{self.archive}/{_LOWERING}{self.options.label}"
 
     @cached_property
     def stamp(self) -> str:
-        """Identity of a program's inputs and toolchain."""
+        """Identity of everything that determines a program: also torch's version, batch sizes, buckets, and machine."""
         made = f"archive {self.archive}, lowering {_LOWERING}, torch {torch.__version__}"
         made += f", batches {','.join(map(str, self.batches))}"
         if not self.compare_rows:
@@ -353,7 +354,7 @@ def _weights_name(manifest: str) -> str:
 
 
 def folders_of(cache: Path) -> dict[Path, str]:
-    """Return the folders of lowered models, each with the first 32 digits of its archive's fingerprint."""
+    """Return the folders of lowered models. The values are the first 32 digits of their archives' fingerprints."""
     if not cache.is_dir():
         return {}
     named = {folder: _FOLDER.fullmatch(folder.name) for folder in sorted(cache.iterdir())}
@@ -405,8 +406,8 @@ def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets
             sizes = wanted[d.symbol]
             why = f"; --shape-buckets has {', '.join(map(str, sizes))}" if sizes else ""
             if model.dynamic.valid(d, max(d.least, d.most or 0, *sizes)) is None:  # no buckets would help
-                fixed = next((c for c in model.dynamic.conditions(d) if "==" in c), "what no size meets")
-                why = f"; its export needs {fixed}, so export it with a fixed size"
+                fixed = next((c for c in model.dynamic.conditions(d) if "==" in c), "conditions that no size meets")
+                why = f"; its export requires {fixed}, so export it with a fixed size"
             raise UnsupportedModel(f"{model.name}: {_named(model, d)} is {d.least} or larger{why}")
     count = len(usable) * math.prod(len(d.buckets) for d in dimensions)
     if dimensions and count > MOST_BUCKETS:
@@ -435,15 +436,16 @@ def _refuse_unknown(model: FxModel, shape_buckets: ShapeBuckets) -> None:
         if own in inputs and name not in allowed:
             there_is = f"has {', '.join(known)}" if known else "has none besides the batch"
             raise UnsupportedModel(
-                f"{model.name}: --shape-buckets names {name}, which is no dynamic dimension of its own; the model"
+                f"{model.name}: --shape-buckets names {name}, which is not a dynamic dimension of its own; the model"
                 f" {there_is}"
             )
 
 
 def _limited(model: FxModel, batches: int, by_default: Sequence[bool]) -> DynamicShape:
-    """Return the dynamic dimensions with default buckets thinned out to the limit, and warn about it.
+    """Return the dynamic dimensions with at most MOST_BUCKETS combinations. Logs a warning if buckets are left out.
 
-    Drops every other bucket of the default dimension with the most, repeatedly; the largest and a size of 1 stay.
+    Only dimensions with default buckets lose any. As long as there are too many combinations, the one with the most
+    buckets loses every other bucket, but never the largest or a size of 1.
     """
     dimensions = list(model.dynamic.dimensions)
     thinned = [k for k in range(len(dimensions)) if by_default[k]]
@@ -482,7 +484,7 @@ def _usable(model: FxModel, batches: Iterable[int]) -> list[int]:
     usable = sorted({b for b in batches if 1 <= b <= model.max_batch})
     if not usable:
         raise UnsupportedModel(
-            f"{model.name}: exported for batches up to {model.max_batch}, none of which is wanted"
+            f"{model.name}: exported for batches up to {model.max_batch}, and all requested batch sizes are larger"
         )
     return usable
 

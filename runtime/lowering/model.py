@@ -127,7 +127,7 @@ def _value_of(model: FxModel, node: Any) -> torch.Tensor | None:
     return value if value is not None or node is None else node.meta.get("val")
 
 
-def same_form(first: fx.Node, second: fx.Node) -> bool:
+def same_shape_and_dtype(first: fx.Node, second: fx.Node) -> bool:
     """Whether two values have the same shape and dtype, by export's metadata."""
     a, b = first.meta.get("val"), second.meta.get("val")
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):

@@ -38,7 +38,7 @@ LINEAR_SUM = _operator("_linear_pointwise", "binary")
 _REORDER_LSTM = _operator("_reorder_mkldnn_rnn_layer_weight", "default")
 """oneDNN's operators; each is None where torch lacks it."""
 _LEAST_SECONDS = 2e-3
-"""Seconds for which a layout is measured, where oneDNN wants several."""
+"""Seconds for which each layout is measured, if oneDNN expects several."""
 
 
 @cache
@@ -60,9 +60,9 @@ def _self_test() -> str | None:
     image, kernel = x.view(1, 16, 2, 2), weight.view(32, 16, 1, 1)
     window = ((0, 0), (1, 1), (1, 1), 1)
     with torch.inference_mode():
-        moved = _moved(pack_linear(weight, [4]))
+        moved = _relocated(pack_linear(weight, [4]))
         linear = LINEAR(x, moved[0], None, "none", [], "")
-        moved_kernel = _moved(pack_convolution(kernel, window, [(1, 16, 2, 2)]))
+        moved_kernel = _relocated(pack_convolution(kernel, window, [(1, 16, 2, 2)]))
         convolved = CONVOLUTION(image, moved_kernel[0], None, *window, "none", [], "")
         right = torch.allclose(linear, x @ weight.T, atol=1e-4) and torch.allclose(
             convolved, torch.conv2d(image, kernel), atol=1e-4
@@ -70,7 +70,7 @@ def _self_test() -> str | None:
     return None if right else "a packed layer computes another result than a plain one"
 
 
-def _moved(packed: torch.Tensor) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+def _relocated(packed: torch.Tensor) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
     """Return the same weight over a copy of its bytes, and the copy, which must outlive it."""
     raw = np.empty(stored_bytes(packed) + 64, np.uint8)
     raw = raw[-raw.ctypes.data % 64 :][: stored_bytes(packed)]
@@ -79,9 +79,9 @@ def _moved(packed: torch.Tensor) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
 
 
 def machine() -> str:
-    """Return the validity of packed bytes: the machine, the versions of torch and oneDNN, and the number of threads.
+    """Describe what packed bytes are valid for: the processor, the versions of torch and oneDNN, and the thread count.
 
-    With another number of threads, oneDNN may want another layout, and would convert the weights in every call.
+    With another number of threads, oneDNN may expect another layout, and would convert the weights in every call.
     """
     return f"{_machine()}, {torch.get_num_threads()} threads"
 
@@ -99,8 +99,8 @@ def processor(*fields: str) -> str:
     names = fields or ("model name",)
     with suppress(OSError, KeyError):
         first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
-        said = dict(line.split("\t", 1) for line in first.splitlines() if "\t" in line)
-        return " ".join(said[name].strip("\t: ") for name in names)
+        values = dict(line.split("\t", 1) for line in first.splitlines() if "\t" in line)
+        return " ".join(values[name].strip("\t: ") for name in names)
     return platform.processor() or platform.machine()
 
 
@@ -120,7 +120,7 @@ def supports(dtype: torch.dtype) -> bool:
 
 
 def pack_linear(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Pack a linear layer's weight for these numbers of input rows. Kernels accept every layout for any number."""
+    """Pack a linear layer's weight for the largest of these row counts. Kernels accept the layout for any row count."""
     packed: torch.Tensor = _onednn._reorder_linear_weight(weight, max(rows))
     return packed
 
@@ -128,8 +128,8 @@ def pack_linear(weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 def pack_convolution(weight: torch.Tensor, window: Window, sizes: Sequence[tuple[int, ...]]) -> torch.Tensor:
     """Pack a convolution's weight for images of these sizes (BCHW).
 
-    A kernel reorders a weight in an unexpected layout in every call. If oneDNN wants several layouts for these sizes,
-    the one with the least total time is chosen.
+    If a weight's layout is not the one that a kernel expects, the kernel converts the weight in every call. If oneDNN
+    expects different layouts for these sizes, the layout with the least total time is chosen.
     """
     candidates = convolution_layouts(weight, window, sizes)
 
@@ -142,7 +142,7 @@ def pack_convolution(weight: torch.Tensor, window: Window, sizes: Sequence[tuple
 def convolution_layouts(
     weight: torch.Tensor, window: Window, sizes: Sequence[tuple[int, ...]]
 ) -> list[torch.Tensor]:
-    """Return a convolution's weight in each layout that oneDNN wants for images of these sizes (BCHW)."""
+    """Return a convolution's weight in each layout that oneDNN expects for images of these sizes (BCHW)."""
     by_layout: dict[str, torch.Tensor] = {}
     for size in sizes:
         packed = _onednn._reorder_convolution_weight(weight, *window, size)

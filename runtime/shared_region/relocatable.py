@@ -22,7 +22,7 @@ from cohabit.runtime.shared_region.region import FetchPlan, ParameterUses
 
 
 class RelocatableModel:
-    """One model in one bucket. `home` is the program without addresses, which cannot be run itself."""
+    """One model in one bucket. `unplaced` is the program without addresses, which cannot be run itself."""
 
     is_admitted: ClassVar[bool] = False
     """Whether programs allocate device resources at their first load, which must precede requests."""
@@ -45,7 +45,7 @@ class RelocatableModel:
         self._statics = [_statics(c.calls) for c in drafted.computes] or [{}]
         self._statics[-1] |= _statics(drafted.final_calls)
         self._constants = dict(drafted.constants)
-        self.home = Program(
+        self.unplaced = Program(
             name=lowered.name,
             draft=drafted,
             computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0) for c in drafted.computes),
@@ -69,7 +69,7 @@ class RelocatableModel:
 
         `lasting`: more runs with the same addresses will follow, so that preparation pays.
         """
-        return replace(self.home, **self._changes(fetch_plan, blocking))
+        return replace(self.unplaced, **self._changes(fetch_plan, blocking))
 
     def _changes(self, fetch_plan: FetchPlan, blocking: bool) -> dict[str, Any]:
         """Return the fields of `Program` that differ between runs."""
@@ -88,11 +88,11 @@ class RelocatableModel:
                 value = self._values.at(static_index, addresses)
                 if current.get(slot) is not value:
                     new[slot] = current[slot] = value
-            if index < len(self.home.computes):
-                step = self.home.computes[index]
+            if index < len(self.unplaced.computes):
+                step = self.unplaced.computes[index]
                 own = (_updating(new), *step.calls) if new else step.calls
                 computes.append(ComputeStep(2 * index + 1, own, 0 if blocking else fetched))
-        final_calls = self.home.final_calls if computes else (_updating(current), *self.home.final_calls)
+        final_calls = self.unplaced.final_calls if computes else (_updating(current), *self.unplaced.final_calls)
         swap_ins = () if blocking else self._fetches(fetch_plan)
         residents = tuple(self._copy(-1, s, at, 0) for s, at in sorted(addresses.items())) if blocking else ()
         return {

@@ -97,10 +97,10 @@ class SharedRegion:
             )
         relocatable = self._backend.relocatable(lowered, plan, profile, self._arena, store)
         self.region.require(relocatable.uses)
-        model = self._models[lowered.name, relocatable.home.bucket] = _SharedModel(relocatable)
+        model = self._models[lowered.name, relocatable.unplaced.bucket] = _SharedModel(relocatable)
         if relocatable.is_admitted:
             self._admit(model)
-        return relocatable.home
+        return relocatable.unplaced
 
     def _admit(self, model: _SharedModel) -> None:
         """Load a model's programs for both cases: to be fetched, and already in the region."""
@@ -156,7 +156,7 @@ class SharedRegion:
     def close(self) -> None:
         """Release the programs' resources."""
         for model in self._models.values():
-            for program in (model.first, *model.programs.values(), model.relocatable.home):
+            for program in (model.first, *model.programs.values(), model.relocatable.unplaced):
                 if program is not None:
                     self._executor.release(program)
         self._models = {}

@@ -54,7 +54,7 @@ class RamStore:
         s = self.manifest.segments[segment]
         source = self._bytes[s.offset : s.offset + s.file_bytes]
         if s.is_encoded and destination.nbytes >= s.nbytes:
-            return partial(_run, decodings(s, source, destination))
+            return partial(_decode, decodings(s, source, destination))
         return lambda: np.copyto(destination, source[: destination.nbytes])
 
     def link_bytes(self, segment: int) -> int:
@@ -78,9 +78,9 @@ class FileStore:
     """The weights file itself. Tables are mapped, so that a gather reads only the pages of its rows.
 
     A copy raises StoreChanged if it read other bytes than those written when the model was prepared. Its checksum is
-    verified once the file's size or times differ from those at the start, and always with `verify_reads`.
-    `check_tables` does the same for the tables, which `verify_reads` reads into memory instead. A table that is
-    truncated between this check and a gather ends the process.
+    verified if the file's size or times have changed since the start, and always with `verify_reads`. `check_tables`
+    does the same for the tables; with `verify_reads`, tables are verified once and kept in memory instead. If a table
+    is truncated between this check and a gather, the process ends.
     """
 
     kind: StoreKind = "file"
@@ -111,7 +111,7 @@ class FileStore:
                 raise
             if self._verify_reads or self._is_changed():
                 self._verify(segment, arriving)
-            _run(decoded)
+            _decode(decoded)
 
         return read
 
@@ -121,12 +121,12 @@ class FileStore:
     def _verify(self, segment: int, read: Bytes) -> None:
         nbytes = self.manifest.segments[segment].file_bytes
         if read.nbytes >= nbytes:
-            self._require(segment, zlib.crc32(read[:nbytes].data))
+            self._require_checksum(segment, zlib.crc32(read[:nbytes].data))
         elif self._is_changed():  # only link measurements read less
             raise self._changed(segment)
 
-    def _require(self, index: int, found: int) -> None:
-        if not self._checksums.fit(index, found):
+    def _require_checksum(self, index: int, found: int) -> None:
+        if not self._checksums.matches(index, found):
             raise self._changed(index)
 
     def _changed(self, index: int) -> StoreChanged:
@@ -160,7 +160,7 @@ class FileStore:
             read = np.frombuffer(anonymous_memory(nbytes), np.uint8)[:nbytes]
             with self._buffered() as file:
                 read_fully(file.fileno(), read, offset)
-            self._require(index, zlib.crc32(read.data))
+            self._require_checksum(index, zlib.crc32(read.data))
             self._tables[table.name] = read
         return self._tables[table.name]
 
@@ -171,7 +171,7 @@ class FileStore:
         tables = list(enumerate(self.manifest.ranges))[len(self.manifest.segments) :]
         with self._buffered() as file:
             for n, (offset, nbytes) in tables:
-                self._require(n, checksum(file.fileno(), offset, nbytes))
+                self._require_checksum(n, checksum(file.fileno(), offset, nbytes))
         self._tables_state = state
 
     def _buffered(self) -> BinaryIO:
@@ -196,8 +196,8 @@ class _Checksums:
         ]
         self._known = known_checksums(path, manifest)
 
-    def fit(self, index: int, found: int) -> bool:
-        """Whether a range, segments first, has this checksum; False if its checksum is unknown."""
+    def matches(self, index: int, found: int) -> bool:
+        """Whether a range has this checksum; False if its checksum is unknown. Segments come first in `index`."""
         return self._known is not None and self._known[index] == found
 
     def changed(self, index: int) -> StoreChanged:
@@ -207,7 +207,7 @@ class _Checksums:
 
 
 def decodings(segment: Segment, source: Bytes, destination: Bytes, *, in_place: bool = False) -> list[Decoding]:
-    """Prepare to fill memory with a segment's pieces. With `in_place`, the source is the end of the destination."""
+    """Prepare to decode a segment's pieces into memory. With `in_place`, the source is the end of the destination."""
     prepared = []
     for piece, offset in zip(segment.pieces, segment.file_offsets, strict=True):
         encoded = source[offset : offset + encoded_bytes(piece.codec, piece.nbytes)]
@@ -216,7 +216,7 @@ def decodings(segment: Segment, source: Bytes, destination: Bytes, *, in_place: 
     return prepared
 
 
-def _run(prepared: Sequence[Decoding]) -> None:
+def _decode(prepared: Sequence[Decoding]) -> None:
     for part in prepared:
         part()
 
@@ -229,7 +229,7 @@ def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_r
         return
     known = _Checksums(path, manifest)
     for n, (offset, nbytes) in enumerate(manifest.ranges):
-        if not known.fit(n, zlib.crc32(destination[offset : offset + nbytes].data)):
+        if not known.matches(n, zlib.crc32(destination[offset : offset + nbytes].data)):
             raise known.changed(n)
 
 
@@ -245,16 +245,16 @@ class _Direction:
     """One direction of a bus."""
 
     def __init__(self) -> None:
-        self.turn = threading.Lock()
+        self.lock = threading.Lock()
         self.overslept_s = 0.0
-        """Seconds that the last copy ended too late, because the system woke its thread too late."""
+        """Seconds by which the last copy ended too late because its thread slept too long."""
 
 
 class LimitedStore:
-    """A store with a slower link: each copy takes at least `latency_s + bytes / bandwidth`, by sleeping.
+    """A store with a slower link, for simulation: a copy sleeps until `latency_s + bytes / bandwidth` have passed.
 
     Excess sleep is subtracted from the next copy, so that consecutive copies reach the bandwidth. Stores with the same
-    `links` share them: a copy waits for those of other threads.
+    `links` share the bandwidth: a copy waits for those of other threads.
     """
 
     staged = False
@@ -272,7 +272,7 @@ class LimitedStore:
         link = self._link(self._links.to_device)
         copy = self._store.copy(segment, destination)
         nbytes = min(destination.nbytes, self._store.link_bytes(segment))
-        return lambda: link.carry(copy, nbytes)
+        return lambda: link.run(copy, nbytes)
 
     def link_bytes(self, segment: int) -> int:
         return self._store.link_bytes(segment)
@@ -300,7 +300,7 @@ class LimitedStore:
 
 
 class _SlowLink:
-    """A link for one prepared copy; it records how long the copy itself took the last time."""
+    """A slow link for one prepared copy. It remembers how long the copy itself took last time."""
 
     def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, direction: _Direction) -> None:
         self._latency_s = latency_s
@@ -308,9 +308,9 @@ class _SlowLink:
         self._direction = direction
         self._copy_s = 0.0
 
-    def carry(self, copy: Callable[[], None], nbytes: int) -> None:
-        """Copy. The bytes arrive at the end of the wait, so that a premature read gets wrong bytes."""
-        with self._direction.turn:
+    def run(self, copy: Callable[[], None], nbytes: int) -> None:
+        """Sleep, then copy: the bytes arrive at the end, so that a premature read gets wrong bytes."""
+        with self._direction.lock:
             begin = time.perf_counter() - self._direction.overslept_s
             end = begin + self._latency_s + nbytes / self._bandwidth
             overslept_s = _sleep_until(end - self._copy_s)
@@ -332,17 +332,17 @@ class _LimitedSpillBuffer:
         self._back = back
 
     def save(self, source: torch.Tensor) -> None:
-        self._out.carry(lambda: self._buffer.save(source), source.nbytes)
+        self._out.run(lambda: self._buffer.save(source), source.nbytes)
 
     def load(self, destination: torch.Tensor) -> None:
-        self._back.carry(lambda: self._buffer.load(destination), destination.nbytes)
+        self._back.run(lambda: self._buffer.load(destination), destination.nbytes)
 
     def close(self) -> None:
         self._buffer.close()
 
 
 def _sleep_until(end_s: float) -> float:
-    """Sleep until `end_s`. Returns the seconds that the sleep took too long."""
+    """Sleep until `end_s`. Returns the seconds by which the sleep was too long."""
     if (rest := end_s - time.perf_counter()) <= 0:
         return 0.0
     time.sleep(rest)

@@ -1,4 +1,4 @@
-"""Pages of host memory: anonymous ones, in huge pages if available, and those of code. Released without the GIL."""
+"""Pages of host memory: anonymous memory, huge pages, and libraries' code. All are released without the GIL."""
 
 import ctypes
 import mmap
@@ -46,15 +46,15 @@ def use_huge_pages(region: Bytes) -> None:
 
 
 def release_pages(region: Bytes) -> None:
-    """Release a region's pages now; views that still exist read zeros.
+    """Release a region's pages now. Views that still exist read zeros.
 
-    Python's own calls hold the GIL meanwhile, for a third of a second per 4 GiB; this one does not.
+    Does not hold the GIL. Python's own calls hold it for a third of a second per 4 GiB.
     """
     _libc.madvise(region.ctypes.data, region.nbytes, mmap.MADV_DONTNEED)
 
 
 def release_code_pages() -> None:
-    """Release the pages of this process's executables and libraries; pages still in use are read again.
+    """Release the pages of this process's executables and libraries. Pages that are used again are reread from disk.
 
     Loading a library runs the initializers of all its parts once, and reads the pages around each. Two thirds of
     torch's pages are never touched again.

@@ -1,7 +1,8 @@
-"""Spill buffers: host memory, or an unnamed file, for activations that leave memory.
+"""Spill buffers: host memory, or an unnamed file, for offloaded activations.
 
 The file is read and written with O_DIRECT if its file system supports it, so that the page cache does not keep spilled
-bytes in memory. Activations have any alignment, so their bytes pass through a small aligned buffer.
+bytes in memory. O_DIRECT needs aligned memory, and activations need not be aligned, so their bytes pass through a small
+aligned buffer.
 """
 
 import ctypes
@@ -50,7 +51,7 @@ def bytes_of(flat: torch.Tensor) -> Bytes:
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return the start of each buffer, in whole blocks, followed by the end of all."""
+    """Return the start of each buffer, a multiple of the block size, followed by the end of the last one."""
     return list(accumulate((aligned(n, BLOCK_BYTES) for n in sizes), initial=0))
 
 
@@ -71,7 +72,7 @@ class _RamSpillBuffer:
 
 
 class _ScratchFile:
-    """An unnamed file, which is deleted however this process ends."""
+    """An unnamed file, which the system deletes when this process ends, even by a crash."""
 
     def __init__(self, folder: Path, nbytes: int) -> None:
         handle, path = tempfile.mkstemp(dir=folder, prefix="activations-")
@@ -83,8 +84,8 @@ class _ScratchFile:
             os.posix_fallocate(self.fd, 0, max(nbytes, 1))
         except OSError as error:
             raise MemoryExceeded(
-                f"{folder}: no room for {format_bytes(nbytes)} of activations that leave memory ({error.strerror});"
-                " free some of the disk, or give the model more memory"
+                f"{folder}: no space for {format_bytes(nbytes)} of offloaded activations ({error.strerror}); free disk"
+                " space, or give the model more memory"
             ) from error
         self.outgoing = np.frombuffer(anonymous_memory(BUFFER_BYTES), np.uint8)
         self.incoming = np.frombuffer(anonymous_memory(BUFFER_BYTES), np.uint8)

@@ -56,7 +56,7 @@ _SETTINGS = ("cache", "threads", "weights")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Export a model with a dynamic batch, compare it with eager PyTorch, and write it to a model repository with\n"
-        "its configuration. A causal language model becomes one that generates texts. Importing runs a model's code."
+        "its configuration. The entry of a causal language model generates texts. Importing runs a model's code."
     )
     parser.epilog = _EXAMPLES
     # What to import.
@@ -76,7 +76,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--key",
         metavar="KEY",
-        help="key of the state_dict in a checkpoint that has more, such as model or ema.model (default: state_dict)",
+        help="key of the state_dict in a larger checkpoint, such as model or ema.model (default: state_dict)",
     )
     # Its inputs, outputs and sizes.
     parser.add_argument(
@@ -113,7 +113,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(name for name in text.split(",") if name),
         default=(),
         metavar="NAME,...",
-        help="outputs of a Hugging Face model to keep, in this order (default: all with a row per row of the inputs);"
+        help="outputs of a Hugging Face model to keep, in this order (default: all that have one row per input row);"
         " with logits, a causal language model answers whole texts instead of generating them",
     )
     parser.add_argument(
@@ -144,7 +144,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=typed(integer(1, 10**18 - 1)),
         default=1,
         metavar="N",
-        help="the version to write; an entry that exists keeps its others, and its config.pbtxt (default: %(default)s)",
+        help="the version to write; an existing entry keeps its other versions and its config.pbtxt (default:"
+        " %(default)s)",
     )
     parser.add_argument("--replace", action="store_true", help="replace the version, if the entry has it")
     for key in _SETTINGS:
@@ -220,11 +221,11 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
         if not _FACTORY.fullmatch(options.factory):
             raise ConfigError(f"--factory: '{options.factory}' is not MODULE:FUNCTION")
         if not path.is_file():
-            raise ConfigError(f"{path} is no checkpoint file, which is what --factory's module would load")
+            raise ConfigError(f"{path} is not a checkpoint file, which --factory needs")
         return from_factory(options.factory, options.inputs, path, options.key, lengths.most)
     if path.is_dir():
         if not is_folder(path):
-            raise ConfigError(f"{path} is no Hugging Face model directory: it has no config.json")
+            raise ConfigError(f"{path} is not a Hugging Face model directory: it has no config.json")
         return from_folder(path, options.inputs, lengths, options.architecture, options.outputs)
     if path.is_file():  # refused: name what it is, and how to import or serve it
         with suppress(OSError, zipfile.BadZipFile):

@@ -107,7 +107,7 @@ class ServeConfig:
     store: Store = setting(
         "ram",
         "--store",
-        "where parameters are kept that are not in device memory: RAM, the weights file, or the weights file with"
+        "where parameters outside of device memory are kept: in RAM, in the weights file, or in the weights file with"
         " checksums verified on every read (verified-file)",
     )
     link_bandwidth_bytes_per_s: float | None = setting(
@@ -192,9 +192,9 @@ class ServeConfig:
     shape_buckets: ShapeBuckets | None = setting(
         None,
         "--shape-buckets",
-        "sizes to plan for of each dynamic dimension other than the batch, the largest of which requests cannot exceed,"
-        " or of one: 'tokens.1=16,64;image.2=224' (default: powers of two from 16 on, and the largest size that the"
-        " model was exported for)",
+        "sizes to plan for, of each dynamic dimension other than the batch, or of named ones"
+        " ('tokens.1=16,64;image.2=224'); requests above the largest size are refused (default: powers of two from 16"
+        " on, and the largest size that the model was exported for)",
         shape_buckets,
         "N,N,...",
         str,
@@ -203,8 +203,8 @@ class ServeConfig:
     weights: Weights = setting(
         "float32",
         "--weights",
-        "what weights are stored and copied as: exactly, in 16 bits where no bit is lost (float32), or rounded to 16 or"
-        " 8 bits (bfloat16, int8), which changes answers a little; they are computed with as float32 in any case",
+        "how weights are stored and copied: exactly, in 16 bits where no bit is lost (float32), or rounded to 16 or 8"
+        " bits (bfloat16, int8), which changes answers a little; computation always uses float32",
     )
 
     hosts: tuple[str, ...] = setting(

@@ -1,4 +1,4 @@
-"""Decides which memory each model gets (free, newly divided, or a replaced model's) and its first plans."""
+"""Decides each model's memory (free memory, a new division, or the memory of the model it replaces) and first plans."""
 
 import copy
 import logging
@@ -95,9 +95,10 @@ class Decider:
         return await self._divided(models, old, on_progress)
 
     async def plan(self, model: Model, memory: Memory, on_search: Callable[[], None]) -> None:
-        """Set a model's plans: cached ones; else quick ones, after the start or with `plans_later`; else searched ones.
+        """Set a model's plans: cached ones if there are any, otherwise new ones.
 
-        Raises NotCached if a bundle lacks them.
+        New plans are quick ones after the start, or if `plans_later` is set; otherwise a full search finds them. Raises
+        NotCached if a bundle has no plans for the model.
         """
         known = await in_thread(self._planner.known_plans, model.demand, memory)
         if known is None and self._bundle is not None:
@@ -113,7 +114,10 @@ class Decider:
         model.found = PlansFound(plans, searched=not model.is_provisional)
 
     async def _free_memory(self, model: Model, without: Model | None) -> Memory | None:
-        """Return the free memory, with that of `without`, in which a model is fastest; None if it fits in none."""
+        """Return the part of free memory in which a model is fastest; None if it does not fit.
+
+        The memory of the model `without` counts as free.
+        """
         partitions = copy.deepcopy(self._memory.partitions)
         if without is not None:
             partitions.release(without.load_id)

@@ -290,7 +290,7 @@ class Lifecycle:
             return failures[source.key]
         if present is not None:
             await placement.retire_replaced(present, self._config.exit_timeout_s)
-        elif old is not None and placement.has_displaced(old):
+        elif old is not None and placement.is_displaced(old):
             await self._retire(old)
         _log.info("model loaded", extra={"fields": source.key.fields})
         return None

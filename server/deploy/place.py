@@ -65,7 +65,7 @@ class ModelPlacement:
         self.decider = Decider(config, self._bundle, self.memory, self.planner)
         self.migrator = Migrator(self.memory, lanes, lambda model: self.on_change(model))
         self.on_change: Callable[[Model], None] = lambda model: None
-        """Called when a model has another partition or other plans."""
+        """Called when a model's partition or plans have changed."""
         self._lanes = lanes
         self._preparing = asyncio.Semaphore(MOST_PREPARING)
         self._changing = asyncio.Lock()
@@ -84,8 +84,8 @@ class ModelPlacement:
     def is_open(self) -> bool:
         return self.memory.arena is not None
 
-    def has_displaced(self, model: Model) -> bool:
-        """Whether a successor has taken over a model's memory."""
+    def is_displaced(self, model: Model) -> bool:
+        """Whether its successor has taken over a model's memory."""
         return model.load_id not in self.memory.models
 
     def use(self) -> DeviceUse:
@@ -228,7 +228,7 @@ class ModelPlacement:
         Returns False if it was displaced or no longer runs `before`. Raises CohabitError; it then keeps its plans.
         """
         async with self._changing:
-            if model.plans is not before or self.has_displaced(model):
+            if model.plans is not before or self.is_displaced(model):
                 return False
             model.profiles = profiles
             await self.migrator.switch(model, plans)
@@ -239,7 +239,7 @@ class ModelPlacement:
 
         Waiting requests of a displaced model are refused; the front end resends them to its successor.
         """
-        if not self.has_displaced(model):
+        if not self.is_displaced(model):
             await self._lanes[model.lane].finish(model.key, timeout_s)
         async with self._changing:
             self._lanes[model.lane].remove(model.key)
@@ -248,7 +248,7 @@ class ModelPlacement:
     async def retire_replaced(self, model: Model, timeout_s: float) -> None:
         """Retire a load that a newer load of the same version has replaced."""
         lane = self._lanes[model.lane]
-        if self.has_displaced(model):
+        if self.is_displaced(model):
             lane.redirect_waiting(model.key)
         else:
             await lane.finish(model.key, timeout_s, older_only=True)
@@ -256,7 +256,7 @@ class ModelPlacement:
             await self._vacate(model)
 
     async def _vacate(self, model: Model) -> None:
-        if not self.has_displaced(model):
+        if not self.is_displaced(model):
             await self.migrator.vacate(model)
 
     def _open(self, memories: Sequence[Memory]) -> None:

@@ -52,14 +52,14 @@ def open_backend(config: ServeConfig) -> Backend:
     """Set up torch and open the device. Raises DeviceError for an unknown device."""
     set_up_torch(config)
     # A restarted engine rebuilds a changed weights file. In process there is no restart, in a bundle no archive.
-    remade = config.engine == "process" and config.bundle is None
+    rebuilds_on_restart = config.engine == "process" and config.bundle is None
     link = config.link_bandwidth_bytes_per_s
     memory_bytes, _ = available_memory()
     return open_device(
         config.device,
         link,
         verify_reads=config.verifies_reads,
-        lost_on_change=remade,
+        lost_on_change=rebuilds_on_restart,
         host_memory_bytes=memory_bytes,
     )
 
@@ -93,8 +93,9 @@ def prepare(
 ) -> Model:
     """Open a model from the cache; a worker process adds a missing model first. Raises CohabitError.
 
-    Only that process reads archives, because they come from clients. A damaged cache is rebuilt. The model's profiles
-    may be provisional. The caller closes its store. `throttle` pauses after each step, for serving threads.
+    Only worker processes read archives, because archives come from clients. A damaged cache is rebuilt. The model's
+    profiles may be provisional. The caller closes its store. With `throttle`, pauses after each step, so that serving
+    threads can run.
     """
     archive, rebuild = noted_fingerprint(source.path, notes_of(cache_of(config) / "weights")), False
     if archive is not None:

@@ -1,4 +1,4 @@
-"""The thread that owns a compute lane: executes the scheduler's choices, and background work between them."""
+"""The thread of a compute lane: executes the batches that the scheduler chooses, and background work in between."""
 
 import asyncio
 import logging
@@ -70,10 +70,10 @@ class LoadedServable:
 
 
 class DeviceThread:
-    """Thread of one lane. `changed` guards the scheduler, `background` and `stopped`; notify it of changes."""
+    """Thread of one lane. `changed` guards the scheduler, `background` and `stopped`; notify it after a change."""
 
     def __init__(self, scheduler: Scheduler, owner: "ComputeLane", lane: int) -> None:
-        """`owner` is called on the event loop's thread."""
+        """`owner` receives results and errors, on the event loop's thread."""
         self.changed = threading.Condition()
         self.scheduler = scheduler
         self.background: deque[PendingWork] = deque()
@@ -81,7 +81,7 @@ class DeviceThread:
         self.loads: dict[int, LoadedServable] = {}
         """By load number (`Ticket.load_number`)."""
         self.on_spans: dict[Ticket, OnSpans] = {}
-        """Traced requests, and the receivers of their spans. Changed by the event loop."""
+        """By traced request: the function that receives its spans. Changed by the event loop."""
         self.computed_s = 0.0
         """Seconds of computation since the start."""
         self.executing = (0.0, 0.0)
@@ -89,7 +89,7 @@ class DeviceThread:
         self._owner = owner
         self._lane = lane
         self._background_is_next = False
-        """Whether an execution ran since the last piece of background work."""
+        """Whether the next step belongs to background work, because the last one was an execution."""
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -119,7 +119,7 @@ class DeviceThread:
             pending = self.background[0] if self.background else None
             batch = None if pending is not None and self._background_is_next else self._next(now_s)
             self._background_is_next = batch is not None
-            # Under the lock: the event loop may forget the load once the batch has left its queue.
+            # Under the lock: once the batch has left its queue, the event loop may forget the load.
             load = None if batch is None else self.loads[batch.tickets[0].load_number]
             if batch is None and pending is None and not self.stopped:
                 wait_s = self.scheduler.wake_s(now_s) - now_s
@@ -128,7 +128,7 @@ class DeviceThread:
             self._execute(batch, load)
             self.executing = (0.0, 0.0)
         elif pending is not None:
-            self._advance(pending)
+            self._do_piece(pending)
 
     def _next(self, now_s: float) -> Batch | None:
         """Take the next requests to execute, and shed those that are too late."""
@@ -137,7 +137,8 @@ class DeviceThread:
             self._call_on_loop(self._owner.refuse_late, late)
         return batch
 
-    def _advance(self, pending: PendingWork) -> None:
+    def _do_piece(self, pending: PendingWork) -> None:
+        """Do one piece of background work; after the last one, or an error, remove the work and report its end."""
         error: BaseException | None = None
         try:
             ended = pending.work()
@@ -170,45 +171,45 @@ class DeviceThread:
         self._call_on_loop(self._owner.executed, tickets, outcomes, ended_s, load.servable.lost)
 
     def _outcomes(self, load: LoadedServable, tickets: Sequence[Ticket], batch: Batch) -> Sequence[Outcome]:
-        """Execute requests of a batch together; returns an answer for each, or an error for each."""
+        """Execute requests together. Returns an answer for each or, if the execution fails, an error for each."""
         started_s = time.monotonic()
         self.executing = (started_s, batch.predicted_s)
         for ticket in tickets:
             ticket.request.mark(*self.executing)
         try:
-            together = load.execute(tickets, self._on_recording(tickets))
+            batch_answer = load.execute(tickets, self._on_recording(tickets))
         except RequestError as error:
             return [error] * len(tickets)
         except Exception as error:
             return [_error_of(tickets[0].request, error)] * len(tickets)
         executed_s = time.monotonic()
-        self.computed_s += max(together.timing.compute_s - together.timing.stall_s, 0.0)
-        answers = self._answers(tickets, together, started_s, executed_s)
+        self.computed_s += max(batch_answer.timing.compute_s - batch_answer.timing.stall_s, 0.0)
+        answers = self._answers(tickets, batch_answer, started_s, executed_s)
         load.statistics.executed([answer.timing for answer in answers], time.time())
         return answers
 
     def _answers(
-        self, tickets: Sequence[Ticket], together: Answer, started_s: float, executed_s: float
+        self, tickets: Sequence[Ticket], batch_answer: Answer, started_s: float, executed_s: float
     ) -> list[Answer]:
         """Return each request's answer, whose outputs are views of its rows."""
         rows = sum([ticket.request.batch for ticket in tickets])
-        parts, end = [together.outputs], 0
+        parts, end = [batch_answer.outputs], 0
         if len(tickets) > 1:
             parts = []
             for ticket in tickets:
                 start, end = end, end + ticket.request.batch
-                parts.append({name: array[start:end] for name, array in together.outputs.items()})
+                parts.append({name: array[start:end] for name, array in batch_answer.outputs.items()})
         ended_s = time.monotonic()
         timing = replace(
-            together.timing,
+            batch_answer.timing,
             started_s=started_s,
             busy_s=ended_s - started_s,
-            output_s=together.timing.output_s + ended_s - executed_s,
+            output_s=batch_answer.timing.output_s + ended_s - executed_s,
             rows=rows,
             lane=self._lane,
         )
         return [
-            Answer(together.model, own, replace(timing, queued_s=ticket.arrived_s), ticket.request.number)
+            Answer(batch_answer.model, own, replace(timing, queued_s=ticket.arrived_s), ticket.request.number)
             for ticket, own in zip(tickets, parts, strict=True)
         ]
 

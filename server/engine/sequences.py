@@ -24,7 +24,7 @@ _OVERHEAD_BYTES = 1 << 10
 _INITIAL_CAPACITY = 16
 """Initial capacity of a growing state, in entries."""
 _CAPACITY_STEP = 64
-"""Growing states are padded to a multiple of this, so that the gathered states of the last execution can be reused."""
+"""Growing states are padded to a multiple of this, so that consecutive executions can share one buffer."""
 
 
 class StateMemory:
@@ -59,7 +59,10 @@ class StateMemory:
 
 @dataclass(slots=True)
 class _Gathered:
-    """A growing state of all rows of the last execution. In the next one, most rows are the same but longer."""
+    """A growing state of all rows, as gathered for the last execution.
+
+    In the next execution, most rows belong to the same sequences: only their new entries are copied.
+    """
 
     memory: Array
     """[rows, ...]: each row's entries, then zeros; unused rows keep their old contents."""
@@ -121,7 +124,7 @@ class Sequences:
             del self._waiting[sequence]
 
     def in_rows(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        """Return requests in the rows that their sequences had in the last execution, as far as possible."""
+        """Return the requests in another order: where possible, each in its sequence's row of the last execution."""
         gathered = next(iter(self._gathered.values()), None)
         if gathered is None or len(tickets) == 1:
             return tickets
@@ -155,7 +158,7 @@ class Sequences:
                 parts.setdefault(state.input, []).append(array)
         axes = {state.input: state.axis for state in self._rules.states if state.axis is not None}
         return {
-            name: self._grown(name, axes[name], arrays, found)
+            name: self._gather(name, axes[name], arrays, found)
             if name in axes
             else arrays[0]
             if len(arrays) == 1
@@ -174,8 +177,8 @@ class Sequences:
             raise self._memory_full(known.nbytes)
         return known
 
-    def _grown(self, name: str, axis: int, arrays: Sequence[Array], found: Sequence[_Sequence]) -> Array:
-        """Return a growing state of all rows, padded. Reuses the last execution's memory; copies only new entries."""
+    def _gather(self, name: str, axis: int, arrays: Sequence[Array], found: Sequence[_Sequence]) -> Array:
+        """Gather a growing state of all rows, padded, in the last execution's memory. Copies only new entries."""
         whole = arrays if self._batched else [array[None] for array in arrays]
         axis += not self._batched
         rows = next((batch for batch in self._batches if batch >= len(whole)), len(whole))
@@ -247,7 +250,7 @@ class Sequences:
         return _Sequence(object() if before is None else before.name, states, longer, now_s)
 
     def _with_capacity(self, array: Array, axis: int, length: int, longer: int) -> Array:
-        """Return a growing state with capacity for its entries: itself, or a copy twice as large."""
+        """Return a growing state with capacity for `longer` entries: `array` itself, or a larger copy."""
         if array.shape[axis] >= longer:
             return array
         capacity = min(max(2 * length, longer, _INITIAL_CAPACITY), self._rules.most_length)
@@ -323,6 +326,6 @@ def _entries(array: Array, axis: int, start: int, end: int) -> Array:
 
 
 def _step(request: Request) -> SequenceStep:
-    """Return a request's position in its sequence; `fit` guarantees that it has one."""
+    """Return a request's position in its sequence. `server.protocol.matching.fit` guarantees that it has one."""
     assert request.sequence is not None
     return request.sequence

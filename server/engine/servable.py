@@ -1,4 +1,4 @@
-"""A loaded model: converts the protocol's arrays to tensors and runs the program of the right bucket."""
+"""A loaded model: converts the protocol's arrays to tensors, and runs the program of their bucket."""
 
 import math
 import time
@@ -61,7 +61,7 @@ def _spec(lowered: Lowered, port: Port, labels: tuple[str, ...] = (), rows: int 
 
 
 def _indexed_rows(lowered: Lowered) -> list[int | None]:
-    """Return, for each input, the rows of the smallest table that all its values index; None without one."""
+    """Return, for each input, the row count of the smallest table that all of its values index; None without one."""
     found: list[int | None] = [None] * len(lowered.inputs)
     for values in indexed_values(lowered, min(lowered.traces)):
         if values.are_all and values.least == 0:
@@ -82,8 +82,8 @@ class ProgramServable:
     """The program's dynamic sizes. `info` lacks those that clients do not see."""
     executor: Runner
     _borrowed: frozenset[str] = field(init=False)
-    """Inputs that are growing states. They arrive as one array for all rows and are used without a copy: no program
-    changes them."""
+    """Inputs that are growing states and that no program changes. They arrive as one array for all rows, and are used
+    without a copy."""
 
     def __post_init__(self) -> None:
         seen = {tensor.name for tensor in self.info.inputs}
@@ -104,9 +104,10 @@ class ProgramServable:
 
     @property
     def predicted_s(self) -> Mapping[Bucket, float]:
-        """Predicted seconds of an inference by bucket: the plan's, plus the host time of a separate device.
+        """Predicted seconds of an inference by bucket: the plan's latency, plus the host time of a discrete device.
 
-        A model without a batch dimension has batch 1. Sizes that clients do not see have their minimum.
+        A model without a batch dimension has batch 1. Buckets that differ only in sizes that clients do not see count
+        as one, with the minimum of their times.
         """
         most, seen = self.info.max_batch_size, {tensor.name for tensor in self.info.inputs}
         shown = [n for n, d in enumerate(self.dynamic.dimensions) if self.inputs[d.input].name in seen]
@@ -121,7 +122,7 @@ class ProgramServable:
 
     @property
     def recovery_s(self) -> float:
-        """Seconds that the smallest bucket loses directly after itself."""
+        """Seconds lost by an inference directly after another one of this model, in its smallest bucket."""
         about = self.programs[min(self.programs)].plan.provenance
         return 0.0 if about is None else max(about.period_s - about.latency_s, 0.0)
 
@@ -245,7 +246,7 @@ class ProgramServable:
 
 
 def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a concatenated copy that the execution owns, padded to the planned batch."""
+    """Return a concatenated copy that the execution owns, padded to the planned batch with the last row."""
     if len(arrays) == 1 and arrays[0].shape == shape:
         own = arrays[0].copy()
     else:

@@ -50,7 +50,7 @@ class Sites:
             if _host_of(page) is None or not is_own:
                 raise _cross_site_refusal(f"Origin is {origin[:_MOST_SHOWN]}, Host {host[:_MOST_SHOWN]}")
         if self.others is not None and by_name and not self._is_served(_host_of(host)):
-            raise _cross_site_refusal(f"Host is {host[:_MOST_SHOWN]}, which is no name of this server")
+            raise _cross_site_refusal(f"Host is {host[:_MOST_SHOWN]}, which is not a name of this server")
 
     def _is_served(self, host: str | None) -> bool:
         if host is None:

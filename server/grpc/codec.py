@@ -41,7 +41,7 @@ def parse_request(data: bytes) -> Any:
     try:
         message = ModelInferRequest.FromString(data)
     except DecodeError as error:
-        raise InvalidRequest(f"the request is no ModelInferRequest: {error}") from error
+        raise InvalidRequest(f"the request is not a ModelInferRequest: {error}") from error
     if len(message.inputs) > _MOST_TENSORS or len(message.outputs) > _MOST_TENSORS:
         raise InvalidRequest(f"the request has over {_MOST_TENSORS} inputs or outputs")
     return message

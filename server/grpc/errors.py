@@ -43,6 +43,6 @@ def status_of(error: Exception, call: str) -> Status:
         case CallRefused():
             return error.status
         case DecodeError():
-            return Status(StatusCode.INVALID_ARGUMENT, f"the request is no {call}Request: {error}")
+            return Status(StatusCode.INVALID_ARGUMENT, f"the request is not a {call}Request: {error}")
         case _:
             return Status(StatusCode.INTERNAL, log_internal_error(_log, call=call))

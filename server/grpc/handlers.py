@@ -71,9 +71,9 @@ def metadata_of(context: Any, name: str) -> str | None:
 
 
 def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots) -> grpc.RpcMethodHandler:
-    """Make a handler that gets a call after its head, before any message.
+    """Make a handler that is called when a call's headers have arrived, before any message.
 
-    On the wire a unary request is a stream of one message, so every handler is a streaming one.
+    On the wire, a unary request is a stream of one message, so every handler is a streaming one.
     """
     function: Callable[..., Any] = getattr(calls, re.sub(r"(?<!^)(?=[A-Z])", "_", method.name).lower())
     request_type, write = GetMessageClass(method.input_type), GetMessageClass(method.output_type).SerializeToString

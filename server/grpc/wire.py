@@ -105,7 +105,7 @@ def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]
             yield key >> 3, start, start + length
             start += length
     except (IndexError, ValueError) as error:
-        raise InvalidRequest(f"the request is no ModelInferRequest: {error}") from error
+        raise InvalidRequest(f"the request is not a ModelInferRequest: {error}") from error
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:

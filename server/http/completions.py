@@ -490,7 +490,7 @@ def _parsed_prompt(given: msgspec.Raw) -> str | list[int]:
     try:
         sent: Any = msgspec.json.decode(given, type=str | list[str | int | list[int]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"prompt is no text, and no list of token ids: {error}") from error
+        raise InvalidRequest(f"prompt is neither a text nor a list of token ids: {error}") from error
     if isinstance(sent, list) and len(sent) == 1 and not isinstance(sent[0], int):
         sent = sent[0]
     if isinstance(sent, list) and not all(isinstance(token, int) for token in sent):

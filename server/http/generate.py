@@ -59,7 +59,7 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
     try:
         return msgspec.json.decode(raw, type=of_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"'{key[:80]}' is no input, and no parameter either: {error}") from error
+        raise InvalidRequest(f"'{key[:80]}' is neither an input nor a parameter: {error}") from error
 
 
 def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody[list[int]]:

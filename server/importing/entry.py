@@ -1,4 +1,4 @@
-"""Makes a repository entry of a subject: exported, lowered, compared with eager PyTorch, and moved into place."""
+"""Makes a repository entry: exports and lowers a `Subject`, and compares the result with eager PyTorch."""
 
 import asyncio
 import json
@@ -42,28 +42,31 @@ SAMPLE = "sample.json"
 _SAMPLE_DECIMALS = 3
 _LOGITS = "logits"
 _ROWS = (1, 2, 3)
-"""Rows to compare, besides the largest batch; 3 is padded."""
+"""Batch sizes to compare, besides the largest; a batch of 3 is padded."""
 _ROUNDING = 2.0
-"""An output over the tolerance counts as rounding up to this multiple of eager PyTorch's distance from float64."""
+"""If an output exceeds the tolerance, its distance from float64 counts as rounding up to this multiple of eager
+PyTorch's distance."""
 _MOST_ROUNDING = 1e-2
+"""Maximum distance from float64 that counts as rounding, relative to the output's largest value."""
 _UNLIMITED = FixedSize(1 << 50)
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedEntry:
-    """A new entry. `errors` are the largest differences from eager PyTorch by rows, relative to the largest value.
-
-    For integer outputs, they are fractions of the elements. Empty if the model draws random numbers. Errors over the
-    tolerance are rounding, and listed in the notes.
-    """
+    """A new entry in a repository."""
 
     folder: Path
     info: ModelInfo
     archive_bytes: int
     weight_bytes: int
     memory_bytes: int
-    """Device memory in which all of it is resident."""
+    """Device memory needed to keep the whole model resident."""
     errors: dict[int, float]
+    """By batch size: the largest difference from eager PyTorch, relative to the output's largest value.
+
+    For integer outputs, it is the fraction of elements that differ. Empty if the model draws random numbers. Errors
+    over the tolerance are rounding, and listed in the notes.
+    """
     notes: tuple[str, ...]
 
     @property

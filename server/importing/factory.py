@@ -89,7 +89,7 @@ def _load(module: nn.Module, path: Path, key: str | None) -> None:
             f"name the one that is, of {', '.join(nested)}, with --key" if nested else "save module.state_dict()"
         )
         raise ImportFailed(
-            f"{path.name} is no state_dict: its key {wrong[0]} is a {type(state[wrong[0]]).__name__}, not a tensor;"
+            f"{path.name} is not a state_dict: its key {wrong[0]} is a {type(state[wrong[0]]).__name__}, not a tensor;"
             f" {way_out}"
         )
     own = module.state_dict()
@@ -131,7 +131,7 @@ def _safetensors(path: Path) -> Mapping[str, Any]:
     except ModuleNotFoundError as error:
         raise ImportFailed(f"{path.name}: needs the package safetensors; pip install safetensors") from error
     except Exception as error:
-        raise ImportFailed(f"{path.name} is no safetensors file: {reason_of(error)}") from error
+        raise ImportFailed(f"{path.name} is not a safetensors file: {reason_of(error)}") from error
     return loaded
 
 

@@ -21,7 +21,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ImportFailed."""
     try:
         if not path.is_file():
-            raise ImportFailed(f"{path} is no regular file")
+            raise ImportFailed(f"{path} is not a regular file")
         if (nbytes := path.stat().st_size) > _MOST_JSON_BYTES:
             raise ImportFailed(f"{path} has {nbytes} bytes, the limit is {_MOST_JSON_BYTES}")
         read = json.loads(path.read_text(encoding="utf-8"))
@@ -45,14 +45,14 @@ def require_own_files(folder: Path) -> None:
         if path.is_dir():
             continue
         if not path.is_file():
-            raise ImportFailed(f"{path} is no regular file; remove it")
+            raise ImportFailed(f"{path} is not a regular file; remove it")
         if not any((target := path.resolve()).is_relative_to(allowed) for allowed in roots):
             raise ImportFailed(f"{path} is a link that leads out of the directory, to {target}; copy the file")
     for index in sorted(folder.glob(f"*{_INDEX}")):
         parts = read_object(index).get("weight_map")
         for name in set(map(str, parts.values())) if isinstance(parts, dict) else ():
             if Path(name).name != name or not (folder / name).is_file():
-                raise ImportFailed(f"{index}: weight_map names '{name[:80]}', which is no file of the directory")
+                raise ImportFailed(f"{index}: weight_map names '{name[:80]}', which is not a file of the directory")
 
 
 def require_possible(config: Path, written: Any) -> None:

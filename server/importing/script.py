@@ -21,7 +21,7 @@ def function_of_script(program: str) -> Callable[..., Any]:
         raise ConfigError(f"{program}: there is no file {text!r}; write SCRIPT.py:FUNCTION")
     spec = importlib.util.spec_from_file_location("script", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{program}: {text} is no Python file; write SCRIPT.py:FUNCTION")
+        raise ConfigError(f"{program}: {text} is not a Python file; write SCRIPT.py:FUNCTION")
     sys.path.insert(0, str(path.parent.resolve()))
     module = sys.modules["script"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -29,6 +29,7 @@ from cohabit.server.triton.model_config import ModelConfig
 _log = logging.getLogger("cohabit.engine")
 
 _THREADS_END_S = 1.0
+"""Maximum time to wait for a lane's thread at the end."""
 _MOST_REASONS = 50
 """Maximum number of failure reasons in one log record."""
 
@@ -65,8 +66,8 @@ class Engine:
     ) -> str:
         """Load the repository, and return the memory map.
 
-        After a restart, `before` is the catalog of the previous process. Only its READY models are loaded: the other
-        models would delay them, and clients know that they must load the others again.
+        After a restart, `before` is the catalog of the previous process. Only models that are READY in it are loaded.
+        Other models would delay them, and clients know that they must load these again.
 
         Raises RepositoryError, ConfigError or InfeasibleBudget; StartFailed if no model could be loaded or, with
         `exit_on_error`, not every model.
@@ -106,12 +107,12 @@ class Engine:
             self._background.keep("polling the repository", partial(poller.run, config.poll_interval_s))
         failed = [entry for entry in self.registry if entry.state is ModelState.UNAVAILABLE]
         # Without model control, a server that starts without models stays without them.
-        nothing = (
+        serves_nothing = (
             bool(sources) and not any(entry.is_ready for entry in self.registry) and config.model_control == "none"
         )
-        if nothing or (failed and config.exit_on_error and before is None):
+        if serves_nothing or (failed and config.exit_on_error and before is None):
             reasons = "; ".join(f"{_shown(entry)}: {entry.reason}" for entry in failed)
-            which = "no model" if nothing else "not every model"
+            which = "no model" if serves_nothing else "not every model"
             raise StartFailed(f"{which} of {config.repository} could be loaded: {reasons}")
         self.started = True
         return memory_map

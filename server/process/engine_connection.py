@@ -1,4 +1,4 @@
-"""The client of an engine in its own process. Requests are kept until answered, and retried after a crash."""
+"""The client of an engine in its own process. It keeps requests until they are answered, and retries after a crash."""
 
 import asyncio
 import logging
@@ -36,7 +36,7 @@ _log = logging.getLogger("cohabit.frontend")
 DEATHS_PER_REQUEST = 2
 """A request that was executing in this many crashes of the engine is not retried."""
 PREDICTIONS_PER_EXECUTION = 20.0
-"""The watchdog allows an execution this multiple of its prediction, if that is longer than the watchdog's limit."""
+"""An execution may take this multiple of its predicted time, or the watchdog's limit if that is longer."""
 _MOST_TRACED = 1024
 """Maximum number of requests whose spans are still expected."""
 _REPORT_S = 1.0
@@ -53,8 +53,9 @@ class PendingRequest:
     lease: Lease
     sent: bool = False
     deaths: int = 0
+    """Deaths of an engine while it executed this request."""
     hangs: int = 0
-    """Deaths for which this request was killed as hung."""
+    """Those among them in which the watchdog killed the engine because this request hung."""
     is_hung: bool = False
     """Whether the current process is being killed because this request hangs."""
 
@@ -84,6 +85,7 @@ class EngineConnection:
         self._started = False
         """Whether the connected process has finished loading."""
         self._was_started = False
+        """Whether any process has finished loading."""
         self._gave_up: str | None = None
         """Why requests are refused instead of waiting for the next process."""
         self._closing = False
@@ -137,7 +139,7 @@ class EngineConnection:
         await self._lost.wait()
 
     def died(self, reason: str) -> None:
-        """Called when the engine's process has ended. Executing requests are retried once, the others wait."""
+        """Called when the engine's process has ended. Executing requests are retried once; others stay queued."""
         if self._channel is not None:
             self._channel.close()
         self._channel, self._started = None, False
@@ -148,7 +150,7 @@ class EngineConnection:
         self._rejections.clear()
         for id_, pending in list(self._pending.items()):
             if id_ not in self._pending:
-                continue  # its model has failed
+                continue  # failed in this loop, with its model
             if pending.future.done():  # the client has disconnected
                 self._forget(id_)
                 continue
@@ -174,7 +176,7 @@ class EngineConnection:
             self._fail(id_, EngineUnavailable(reason))
 
     def shed(self) -> None:
-        """Refuse requests whose deadline has passed while no engine ran."""
+        """Refuse requests that wait for an engine and whose deadline has passed."""
         now_s = self._clock()
         for id_, pending in list(self._pending.items()):
             if not pending.sent and now_s > pending.deadline_s:
@@ -338,7 +340,7 @@ class EngineConnection:
 
     def _fail_model(self, model: ModelKey, reason: str) -> None:
         """Stop serving a version of a model until a client loads it again."""
-        why = f"a request of it hung twice: {reason}; load the model again"
+        why = f"one of its requests hung twice: {reason}; load the model again"
         entry = self.catalog.get(*model)
         if entry is not None:
             self.catalog.update(msgspec.structs.replace(entry, state=ModelState.UNAVAILABLE, reason=why, info=None))

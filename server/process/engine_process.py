@@ -91,7 +91,7 @@ class FrontendConnection:
             self.channel.send(messages.Failed(request.number, to_wire(error)))
 
     def _ended(self, request: Request, task: asyncio.Task[None]) -> None:
-        """Answer a cancelled or crashed request: the front end keeps its memory until then."""
+        """Report the end of a cancelled or crashed request: until then, the front end keeps the request's memory."""
         del self._requests[request.number]
         reason = "it was cancelled"
         if not task.cancelled():
@@ -218,7 +218,7 @@ def _receive_memory(connection: socket.socket) -> SharedMemory:
     size, descriptors, _, _ = socket.recv_fds(connection, 8, 1)
     connection.setblocking(False)
     if not descriptors:
-        raise ConnectionError("it has sent no memory")
+        raise ConnectionError("the front end sent no shared memory")
     try:
         return SharedMemory(mmap.mmap(descriptors[0], int.from_bytes(size, "little")))
     finally:

@@ -19,7 +19,7 @@ _log = logging.getLogger("cohabit.supervisor")
 
 _POLL_S = 0.25
 _STALLED_S = 1.0
-"""If this process was stalled for longer, it cannot judge whether the engine hangs."""
+"""If this process itself was stalled for longer, the engine's hangs are not judged until the next poll."""
 _STOP_S = 5.0
 _LAST_ANSWERS_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -44,7 +44,7 @@ class Supervisor:
         self._death: asyncio.Task[str] | None = None
         self._killed_for: str | None = None
         self._kills = memory_kills()
-        """Number of processes that the kernel had killed for lack of memory when last read."""
+        """Last value of the kernel's count of processes killed for lack of memory."""
         self._tasks: list[asyncio.Task[None]] = []
         self.failed = asyncio.Event()
         """Set when supervision itself has failed: a dead engine would not be restarted."""
@@ -133,7 +133,7 @@ class Supervisor:
         Raises the loading error, EngineUnavailable if the process ends first, and OSError if it cannot be created.
         """
         self._killed_for = self._death = None
-        # A new pair of sockets per process, without messages of an earlier one.
+        # A new pair of sockets per process, so that no message of an earlier process is left in it.
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -167,7 +167,7 @@ class Supervisor:
         return f"it was ended by {signal.Signals(-code).name}{self._out_of_memory(code)}"
 
     def _out_of_memory(self, code: int) -> str:
-        """Return the reason for a SIGKILL, and the limit, if the kernel's counters show that memory had run out."""
+        """Describe the memory limit as the reason of a SIGKILL, if the kernel's count of such kills has increased."""
         kills, self._kills = self._kills, memory_kills()
         if code != -signal.SIGKILL or self._kills <= kills:
             return ""

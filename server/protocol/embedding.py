@@ -145,7 +145,7 @@ def texts_of(given: msgspec.Raw, encoder: TextEncoder) -> list[str] | list[Token
         sent: Any = _TEXTS.decode(raw) if quotes else _IDS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(
-            f"input is no text, and no list of texts, token ids or lists of these: {error}"
+            f"input is neither a text nor a list of texts, token ids or lists of token ids: {error}"
         ) from error
     if isinstance(sent, str):
         sent = [sent]
@@ -169,7 +169,7 @@ def _ids(ids: list[int], index: int) -> Tokens:
     if not ids:
         raise InvalidRequest(f"input[{index}] has no tokens")
     if not 0 <= min(ids) <= max(ids) < 1 << 31:
-        raise InvalidRequest(f"input[{index}] has a number that is no token id")
+        raise InvalidRequest(f"input[{index}] has a number that is not a token id")
     return np.array(ids, np.int32)
 
 

@@ -225,7 +225,7 @@ def filled(value: float, datatype: str, shape: Sequence[int]) -> Array:
         exact = int(value)
         limits = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         if exact != value or not limits[0] <= exact <= limits[1]:
-            raise ValueError(f"{value:g} is no {datatype}")
+            raise ValueError(f"{value:g} is not a valid {datatype}")
         return np.full(shape, exact, dtype)
     return np.full(shape, value, dtype)
 

@@ -88,7 +88,7 @@ def find(path: Path) -> ModelSource:
     except RepositoryError as error:
         models = sorted(child.name for child in folder.iterdir() if any(child.glob(f"*/{_PROGRAM}")))
         if not models:
-            raise RepositoryError(f"{path} is no model: {error}") from error
+            raise RepositoryError(f"{path} is not a model: {error}") from error
         raise RepositoryError(
             f"{path} is a repository; give one of its models, such as {path / models[0]}"
         ) from error
@@ -248,7 +248,7 @@ def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int
 def _regular(path: Path) -> Path:
     """Refuse folders, pipes and devices: reading them may never end."""
     if not path.is_file():
-        raise RepositoryError(f"{path.name} is no regular file")
+        raise RepositoryError(f"{path.name} is not a regular file")
     return path
 
 

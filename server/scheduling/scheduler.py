@@ -25,9 +25,9 @@ PATIENCE_S = 1.0
 
 _OVERLOADED_S = 1.0
 """After shedding, throughput takes precedence over the earliest deadline for this long."""
-_DELAYS = 4.0
-"""Event-loop delays, in units of `_answer_delay`, that a request meets outside the scheduler: one in the front end
-on arrival, then one each in the engine, the front end and the client on the way back."""
+_LOOP_DELAYS = 4.0
+"""Number of event-loop delays to allow for outside of the scheduler, each as long as `_answer_delay`: one in the front
+end on arrival, then one each in the engine, the front end and the client on the way back."""
 
 
 class Scheduler:
@@ -52,6 +52,7 @@ class Scheduler:
         """All waiting requests."""
         self._deadlines = Deadlines(self._tickets)
         self._skipped: list[Ticket] = []
+        """Requests that `next` found too late; the next `shed` returns them."""
 
     def pending(self, model: ModelKey) -> int:
         return len(self._models[model].queue) if model in self._models else 0
@@ -203,7 +204,7 @@ class Scheduler:
             scheduled.estimates.measured(first.request.sizes, batch.rows, seconds, now_s)
 
     def answered(self, seconds: float) -> None:
-        """Record the delay from the end of an execution until its answer is sent. Only `submit` reads it."""
+        """Record the delay from an execution's end until its answer is sent. Needs no lock: only `submit` reads it."""
         self._answer_delay.measured(seconds)
 
     def wake_s(self, now_s: float) -> float:
@@ -227,7 +228,7 @@ class Scheduler:
             self._waiting[model] = scheduled
 
     def _forget(self, ticket: Ticket) -> None:
-        """Remove a request that no longer waits, and thus the references to its inputs."""
+        """Remove a request that no longer waits, so that its inputs are not referenced any longer."""
         self._tickets.remove(ticket)
         self._deadlines.trim()
 
@@ -241,7 +242,7 @@ class Scheduler:
         arrived_s = now_s if request.arrived_s is None else request.arrived_s
         deadline_s, late_s, due_s = None, None, arrived_s + PATIENCE_S
         if timeout_s is not None:
-            end_s = arrived_s + timeout_s - _DELAYS * self._answer_delay.upper_estimate_s
+            end_s = arrived_s + timeout_s - _LOOP_DELAYS * self._answer_delay.upper_estimate_s
             if policy.delays_late:
                 late_s = end_s
             else:
@@ -270,7 +271,7 @@ class Scheduler:
     def _needed_s(self, ticket: Ticket, now_s: float) -> float:
         """Return the time to allow for an execution: an upper estimate.
 
-        If the device was idle when the request arrived, the mean estimate if that is smaller.
+        For a request that arrived while the device was idle, it is the mean estimate, if that is smaller.
         """
         estimate, rows = self._models[ticket.request.model].estimate_of(ticket), ticket.request.batch
         upper_s = estimate.upper_estimate_s(rows, now_s)

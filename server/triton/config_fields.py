@@ -27,7 +27,7 @@ PARAMETERS: Mapping[str, str] = {
     "max_requests_per_second": "rate of requests; more are answered 429",
     "max_burst": "requests at once within that rate",
     LENGTHS: "the input that is told how many entries a sequence's growing states have",
-    "cohabit.shape_buckets": "sizes to plan for of each dynamic dimension other than the batch, or INPUT.AXIS=N,N,...",
+    "cohabit.shape_buckets": "sizes to plan for, of each dynamic dimension other than the batch, or INPUT.AXIS=N,N,...",
 }
 """Keys of `parameters`, for settings without a field."""
 _OWN_PARAMETERS = "cohabit."
@@ -265,7 +265,7 @@ def _number(name: str, text: str) -> float:
             return number
     except ValueError:
         pass
-    raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: '{text[:40]}' is no number")
+    raise RepositoryError(f"config.pbtxt: parameter {_DEFAULT}{name}: '{text[:40]}' is not a number")
 
 
 def ignored_fields(config: ModelConfig, device: str) -> dict[str, str]:

@@ -203,7 +203,7 @@ def _default_mismatch(config: ModelConfig, info: ModelInfo) -> str | None:
         try:
             filled(tensor.default, tensor.datatype, ())
         except (ValueError, OverflowError):
-            return f"the default of input '{tensor.name}', {tensor.default:g}, is no {tensor.datatype}"
+            return f"the default of input '{tensor.name}', {tensor.default:g}, is not a valid {tensor.datatype}"
     return None
 
 

@@ -388,7 +388,7 @@ def test_repository_is_followed(stacks: Stacks, plans: Path, tmp_path: Path) -> 
 def test_models_that_come_and_go_leave_nothing_behind(
     stacks: Stacks, plans: Path, tmp_path: Path, control: str
 ) -> None:
-    """New names, new versions of a name, and a folder that is no model; each is in the index while it has a folder."""
+    """New names, new versions of a name, and a folder without a model; each is in the index while it has a folder."""
     stacks.put(tmp_path, "a", 0)
     changes: dict[str, Any] = {"load_models": ("a",)} if control == "explicit" else {"poll_interval_s": 0.1}
     with controlled(tmp_path, "20MiB", plans, model_control=control, **changes) as (server, client):

@@ -312,7 +312,7 @@ def test_seeds_repeat_a_text_and_log_probabilities_are_the_model_s(server: Runni
         ({"prompt": [-1]}, "a token id that is not from 0 to"),
         ({"prompt": []}, "the prompt has no tokens"),
         ({"prompt": ["a", "b"]}, "prompt has several texts"),
-        ({"prompt": {"a": 1}}, "prompt is no text"),
+        ({"prompt": {"a": 1}}, "prompt is neither a text"),
         ({"prompt": "x", "n": 2}, "n is 2; one text is generated per request"),
         ({"prompt": "x", "stop": ["a"] * 5}, "stop: there can be 4 strings"),
         ({"prompt": "x", "stop": "a" * 257}, "stop: there can be 4 strings of 1 to 256"),

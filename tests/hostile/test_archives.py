@@ -162,7 +162,7 @@ def test_names_are_not_written_into_code(tmp_path: Path) -> None:
         replaced = json.loads(json.dumps(graph).replace(old, new))
         graph.update(replaced)
 
-    with pytest.raises(ArchiveError, match="is no identifier"):
+    with pytest.raises(ArchiveError, match="is not an identifier"):
         lower(edited(exported(models.Branch(), tmp_path), poison), "hostile", [1], tmp_path / "cache")
     assert not mark.exists()
 

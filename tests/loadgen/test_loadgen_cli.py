@@ -48,7 +48,7 @@ def repository(tmp_path: Path) -> Path:
         (["--url", "h:1", "--inputs", "/no/such"], "there is no such file or folder"),
         (["--slo-percentile", "101"], "'101' is above 100"),
         (["--bursts", "1"], "is not two spans"),
-        (["report", "/no/such.json"], "is no report of this version"),
+        (["report", "/no/such.json"], "is not a report of this version"),
         (["prepare"], "give the folder to write, or --list"),
         (["prepare", "/tmp/x", "--zoo", "alexnet"], "no model alexnet; there are bert_base"),
     ],

@@ -70,5 +70,5 @@ def test_reports_are_drawn_from_their_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", [lambda path: path.write_text("{}"), lambda path: None])
 def test_a_file_that_is_no_report_is_refused(tmp_path: Path, write: Callable[[Path], object]) -> None:
     write(tmp_path / "x.json")
-    with pytest.raises(UsageError, match="is no report of this version of loadgen"):
+    with pytest.raises(UsageError, match="is not a report of this version of loadgen"):
         read_reports(tmp_path / "x.json")

@@ -33,7 +33,7 @@ from cohabit.planner.schedule.serial import least_bytes, serial_schedule
 from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.schedule.write import write
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.portfolio import OF_CHAINS
+from cohabit.planner.search.portfolio import CHAIN_MEMBERS
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
 from tests.support.planner.graphs import PAGE, profile_of
 
@@ -335,7 +335,7 @@ def test_best_is_no_slower_on_a_training_step_than_plans_of_its_chain(seed: int)
     problem = problem_of(graph, single_budget(peak_bytes(problem_of(graph)) // 2), bandwidth=PAGE)
     best = search(problem, limit=Limit(evaluations=20)).provenance
     assert best is not None
-    for searcher in OF_CHAINS:
+    for searcher in CHAIN_MEMBERS:
         other = search(problem, searcher).provenance
         assert other is not None
         assert best.period_s <= other.period_s * TIE

@@ -24,7 +24,7 @@ from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import MOST_INFERENCES, evaluate, simulate
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.portfolio import AT_BOUND, BY_WEIGHTS, OF_CHAINS, QUICKEST, SAMPLE, SAMPLED, Best
+from cohabit.planner.search.portfolio import AT_BOUND, BY_WEIGHTS, CHAIN_MEMBERS, QUICKEST, SAMPLE, SAMPLED, Best
 from cohabit.planner.search.registry import BASELINES, SEARCHERS, make
 from tests.planner.test_bound import best_possible, tiny
 from tests.support.planner.graphs import (
@@ -233,7 +233,7 @@ def test_members_plan_the_better_order_and_what_has_effort_left_goes_on(seed: in
         spent += len(asked) if name.startswith(SAMPLED[-1]) else 0
     order = BY_WEIGHTS if least[QUICKEST + BY_WEIGHTS] < least[QUICKEST] else ""
     sampled = [f"{name}{order}" for name in SAMPLED]
-    assert list(least) == [QUICKEST, QUICKEST + BY_WEIGHTS, *OF_CHAINS, *sampled]
+    assert list(least) == [QUICKEST, QUICKEST + BY_WEIGHTS, *CHAIN_MEMBERS, *sampled]
     # `interval` has tried all its rates, so that the other goes on.
     assert state.found_by(state.ask()[0]) == sampled[-1]
 

@@ -101,7 +101,7 @@ def check_hole(memory: PageMap, pages: Pages, count: int, locked: Ints, hole: Ho
     return found
 
 
-def check_room(memory: PageMap, pages: Pages, count: int, op: int, upcoming: Ints, early: Ints) -> None:
+def check_room(memory: PageMap, pages: Pages, count: int, op: int, next_use: Ints, early: Ints) -> None:
     """The contents that are given up for an op are those that are needed last, of all that can be."""
 
     def worth_of(page: int) -> tuple[int, int]:
@@ -109,19 +109,19 @@ def check_room(memory: PageMap, pages: Pages, count: int, op: int, upcoming: Int
         if BORDER in owners or any(early[owner] > op for owner in owners):
             return -1, 0
         latest = max(pages.last[page : page + count])
-        return min((int(upcoming[owner]) for owner in owners), default=NO_MORE), -latest
+        return min((int(next_use[owner]) for owner in owners), default=NO_MORE), -latest
 
-    found = find_free(memory, count, op, upcoming, early)
+    found = find_free(memory, count, op, next_use, early)
     rooms = [page for page in starts(memory, count) if worth_of(page)[0] > op > -worth_of(page)[1]]
     assert (found in rooms) if rooms else (found == NOWHERE)
     if rooms:
         assert worth_of(found) == max(map(worth_of, rooms))
 
 
-def check_tidy(memory: PageMap, pages: Pages, upcoming: Ints, op_end_s: Floats, link_s: float) -> None:
+def check_tidy(memory: PageMap, pages: Pages, next_use: Ints, op_end_s: Floats, link_s: float) -> None:
     """What nothing needs and is free in time is joined; the rest stays as it is."""
     dead = [
-        (owner == FREE or (owner >= 0 and upcoming[owner] >= NO_MORE)) and op_end_s[last + 1] <= link_s
+        (owner == FREE or (owner >= 0 and next_use[owner] >= NO_MORE)) and op_end_s[last + 1] <= link_s
         for owner, last in zip(pages.owner, pages.last, strict=True)
     ]
     runs = [0]
@@ -130,7 +130,7 @@ def check_tidy(memory: PageMap, pages: Pages, upcoming: Ints, op_end_s: Floats, 
     joined = [max(last for other, last in zip(runs, pages.last, strict=True) if other == run) for run in runs]
     pages.owner = [FREE if d else owner for d, owner in zip(dead, pages.owner, strict=True)]
     pages.last = [j if d else last for d, j, last in zip(dead, joined, pages.last, strict=True)]
-    tidy(memory, upcoming, op_end_s, link_s)
+    tidy(memory, next_use, op_end_s, link_s)
     assert_equal(memory, pages)
     begin = memory.begin.tolist()
     assert not any(dead[begin[i]] and dead[begin[i + 1]] for i in range(int(memory.items[0]) - 1))
@@ -146,12 +146,12 @@ def test_a_page_map_is_what_an_array_of_pages_is(seed: int) -> None:
         for _ in range(4):
             p = rng.randrange(PARAMETERS)
             locked = np.array([rng.choice((-1, op - 1, op, op + 1)) for _ in range(PARAMETERS)])
-            upcoming = np.array([rng.choice((op + 1, op + 3, NO_MORE)) for _ in range(PARAMETERS)])
+            next_use = np.array([rng.choice((op + 1, op + 3, NO_MORE)) for _ in range(PARAMETERS)])
             early = np.array([rng.choice((-1, -1, op, op + 1)) for _ in range(PARAMETERS)])
             cursor = rng.randrange(PARTITION + WINDOW)
             hole = Hole(op, op_end_s, rng.choice((0.0, 1.0, 5.0)), rng.randrange(3), cursor)
             found = check_hole(memory, pages, size[p], locked, hole)
-            check_room(memory, pages, size[p], op, upcoming, early)
+            check_room(memory, pages, size[p], op, next_use, early)
             if memory.where[p] < 0:
                 ends = len(pages.last) - size[p] + 1
                 anywhere = [page for page in range(ends) if not page <= PARTITION < page + size[p]]
@@ -164,8 +164,8 @@ def test_a_page_map_is_what_an_array_of_pages_is(seed: int) -> None:
                 remove(memory, p)
                 pages.owner = [FREE if owner == p else owner for owner in pages.owner]
             assert_equal(memory, pages)
-        upcoming = np.array([rng.choice((op + 1, NO_MORE)) for _ in range(PARAMETERS)])
-        check_tidy(memory, pages, upcoming, op_end_s, float(op_end_s[op]))
+        next_use = np.array([rng.choice((op + 1, NO_MORE)) for _ in range(PARAMETERS)])
+        check_tidy(memory, pages, next_use, op_end_s, float(op_end_s[op]))
 
 
 def assert_equal(memory: PageMap, pages: Pages) -> None:

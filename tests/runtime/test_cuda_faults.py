@@ -74,7 +74,7 @@ def test_a_call_that_a_capture_forbids(bench: Bench, monkeypatch: pytest.MonkeyP
 def test_kernels_of_a_thread_that_was_not_adopted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the executor does not adopt the thread that calls it."""
     program = bench.program(resident_plan(bench.graph))
-    monkeypatch.setattr(CudaExecutor, "_adopt", lambda executor: None)
+    monkeypatch.setattr(CudaExecutor, "_adopt_thread", lambda executor: None)
     driver_of(bench).uncapturable = "so that kernels are launched"
     errors: list[BaseException] = []
 

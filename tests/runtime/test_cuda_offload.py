@@ -114,7 +114,7 @@ def test_without_any_one_wait_some_order_goes_wrong(
 ) -> None:
     plan = PLANS[name](lowered.graphs[Bucket(2)])
     commands = schedule_of(lowered, plan).inference
-    assert {"save", "empty", "refill", "return"} <= {command.verb for command in commands}
+    assert {"copy_out", "deallocate", "allocate", "copy_back"} <= {command.verb for command in commands}
     waits = [command for command in commands if command.verb == "wait"]
     for left_out in range(wait_count(commands)):
         if make is fake_streams and waits[left_out].index == FORK:

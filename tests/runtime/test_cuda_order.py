@@ -254,16 +254,16 @@ def profile_with(link: Link) -> Profile:
 
 
 @pytest.mark.parametrize(
-    ("link", "enough_bytes"),
+    ("link", "target_bytes"),
     [(H200, 8 << 20), (Link(1e-6, 26e9), 2 << 20), (Link(4e-6, 26e9), 5_200_000), (Link(1e-3, 52e9), 8 << 20)],
 )
-def test_what_a_copy_costs_decides_how_large_joined_copies_are(link: Link, enough_bytes: int) -> None:
+def test_what_a_copy_costs_decides_how_large_joined_copies_are(link: Link, target_bytes: int) -> None:
     """Their time is fifty times what every copy costs: the link is used to 98 %. No copy of several exceeds 16 MiB."""
     joining = Joining.of(profile_with(link))
-    assert joining.enough_bytes == pytest.approx(enough_bytes, rel=0.01)
+    assert joining.target_bytes == pytest.approx(target_bytes, rel=0.01)
     copies = joined(neighbours([300_000] * 400), 0, joining)
     assert sum(c.nbytes for c in copies) == 120_000_000
-    assert all(joining.enough_bytes <= c.nbytes <= 2 * joining.enough_bytes <= 16 << 20 for c in copies[:-1])
+    assert all(joining.target_bytes <= c.nbytes <= 2 * joining.target_bytes <= 16 << 20 for c in copies[:-1])
 
 
 def test_a_large_copy_is_not_joined_beyond_twice_what_is_enough() -> None:
@@ -324,7 +324,7 @@ def test_no_op_begins_later_because_copies_are_joined(lowered: Lowered) -> None:
         for copy in joined(program.swap_ins, 0, joining, forecast):
             latest = max(latest, *(s.computes_before for s in program.swap_ins[copy.first : copy.last]))
             free_s = max(free_s, forecast.ends_s[latest]) + H200.seconds(copy.nbytes)
-            if copy.nbytes > joining.enough_bytes // 4:
+            if copy.nbytes > joining.target_bytes // 4:
                 assert free_s <= forecast.latest_s[copy.first], op_s
 
 

@@ -422,7 +422,7 @@ def test_three_dynamic_dimensions_have_as_many_buckets_as_the_limit_allows(
     _buckets(model, [1, 2], ShapeBuckets((), (("x.2", (8, 24)),)))
     assert model.dynamic.dimensions[1].buckets == (1, 8, 24), "the others are thinned"
     with pytest.raises(
-        UnsupportedModel, match=r"names x\.0, which is no dynamic dimension .* has x\.1, x\.2, x\.3"
+        UnsupportedModel, match=r"names x\.0, which is not a dynamic dimension .* has x\.1, x\.2, x\.3"
     ):
         _buckets(model, [1, 2], ShapeBuckets((), (("x.0", (8,)),)))
 
@@ -442,7 +442,7 @@ def test_an_export_that_fixes_a_dynamic_size_is_refused_with_the_condition(tmp_p
     dims = {0: BATCH, 1: 4 * Dim("frames", min=2, max=64)}
     program = torch.export.export(Framed(), (), kwargs={"x": torch.randn(3, 80)}, dynamic_shapes={"x": dims})
     torch.export.save(program, tmp_path / "model.pt2")
-    needs = r"dimension 1 of input x is 8 or larger; its export needs .* == 20, so export it with a fixed size$"
+    needs = r"dimension 1 of input x is 8 or larger; its export requires .* == 20, so export it with a fixed size$"
     with pytest.raises(UnsupportedModel, match=needs):
         lower(tmp_path / "model.pt2", "refused", [1], tmp_path / "cache")
     lowered = lower(tmp_path / "model.pt2", "fixed", [1, 2], tmp_path / "cache")

@@ -126,8 +126,8 @@ DEFAULT = "parameters {{ key: 'cohabit.default.{}' value {{ string_value: '{}' }
     ("parameter", "reason"),
     [
         ("", "input 'y' is optional, but an exported program takes every input; give the number"),
-        (DEFAULT.format("y", "none"), "parameter cohabit.default.y: 'none' is no number"),
-        (DEFAULT.format("y", "inf"), "parameter cohabit.default.y: 'inf' is no number"),
+        (DEFAULT.format("y", "none"), "parameter cohabit.default.y: 'none' is not a number"),
+        (DEFAULT.format("y", "inf"), "parameter cohabit.default.y: 'inf' is not a number"),
         (DEFAULT.format("y", "1") + DEFAULT.format("x", "1"), "there is no optional input 'x'"),
     ],
 )
@@ -141,9 +141,9 @@ def test_an_optional_input_needs_a_number(parameter: str, reason: str) -> None:
     [
         ("FP32", (4,), "-1.5", None),
         ("BOOL", (4,), "1", None),
-        ("BOOL", (4,), "2", "the default of input 'y', 2, is no BOOL"),
-        ("INT8", (4,), "0.5", "the default of input 'y', 0.5, is no INT8"),
-        ("UINT8", (4,), "-1", "the default of input 'y', -1, is no UINT8"),
+        ("BOOL", (4,), "2", "the default of input 'y', 2, is not a valid BOOL"),
+        ("INT8", (4,), "0.5", "the default of input 'y', 0.5, is not a valid INT8"),
+        ("UINT8", (4,), "-1", "the default of input 'y', -1, is not a valid UINT8"),
         ("FP32", (4, -1), "0", "input 'y' cannot be optional, because its shape [4, -1] is not fixed"),
     ],
 )

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
         (["nowhere.py:make"], "nowhere.py:make: there is no file 'nowhere.py'; write SCRIPT.py:FUNCTION"),
         (["script.py:make"], "script.py:make: script.py defines no function 'make'"),
         (["script.py:four"], "script.py:four: four of script.py is a int, not a function"),
-        (["empty"], "empty is no Hugging Face model directory: it has no config.json"),
+        (["empty"], "empty is not a Hugging Face model directory: it has no config.json"),
         (["file.pt"], "file.pt is a checkpoint; name the function that makes its module with --factory"),
         (["file.pt", "--factory", "linear"], "--factory: 'linear' is not MODULE:FUNCTION"),
         ([f"{HERE}:linear", "--sequence-length", "4"], "--sequence-length is for Hugging Face models"),
@@ -167,7 +167,7 @@ def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(refused: Any) -> N
     for name in ("code.pt", "zipped.pt"):
         assert "is a pickle with more than tensors in it, and would run code" in refused(name, *LINEAR)
     Path("text.safetensors").write_text("nothing")
-    assert "text.safetensors is no safetensors file" in refused("text.safetensors", *LINEAR)
+    assert "text.safetensors is not a safetensors file" in refused("text.safetensors", *LINEAR)
 
 
 def test_what_is_exported_already_is_told_from_a_checkpoint(imported: Any, refused_here: Any) -> None:
@@ -299,7 +299,7 @@ def test_a_checkpoint_is_a_regular_file(refused: Any, name: str) -> None:
         os.mkfifo(name)
     else:
         Path(name).symlink_to("/dev/zero")
-    assert "is no checkpoint file" in refused(name, *LINEAR, status=2)
+    assert "is not a checkpoint file" in refused(name, *LINEAR, status=2)
 
 
 def test_an_import_measures_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

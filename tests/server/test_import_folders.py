@@ -293,15 +293,15 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda f: _linked(f / "model.safetensors", f.parent.absolute() / "secret.safetensors"),
         "leads out of the directory",
     ),
-    "a device": (lambda f: _linked(f / "tokenizer_config.json", Path("/dev/zero")), "is no regular file"),
-    "a pipe": (lambda f: os.mkfifo(f / "preprocessor_config.json"), "is no regular file"),
+    "a device": (lambda f: _linked(f / "tokenizer_config.json", Path("/dev/zero")), "is not a regular file"),
+    "a pipe": (lambda f: os.mkfifo(f / "preprocessor_config.json"), "is not a regular file"),
     "a pipe for weights": (
         lambda f: ((f / "model.safetensors").unlink(), os.mkfifo(f / "model.safetensors"))[1],
-        "is no regular file",
+        "is not a regular file",
     ),
     "a pipe in a folder": (
         lambda f: ((f / "1_Pooling").mkdir(), os.mkfifo(f / "1_Pooling" / "config.json"))[1],
-        "is no regular file",
+        "is not a regular file",
     ),
     "deep JSON": (lambda f: _replaced(f / "config.json", b"[" * 100_000), "nested too deeply"),
     "a deep index": (

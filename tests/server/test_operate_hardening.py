@@ -88,7 +88,7 @@ def test_pipes_and_folders_in_place_of_files_are_refused(
 ) -> None:
     (repository / inside).unlink(missing_ok=True)
     make(repository / inside)
-    assert reason(repository) == f"{Path(inside).name} is no regular file"
+    assert reason(repository) == f"{Path(inside).name} is not a regular file"
 
 
 def test_links_to_devices_are_refused(repository: Path) -> None:
@@ -99,7 +99,7 @@ def test_links_to_devices_are_refused(repository: Path) -> None:
 def test_a_config_cannot_name_a_file_elsewhere(repository: Path) -> None:
     for file in ("../../../secret/1/model.pt2", "/etc/passwd", "..", ".", "a/../model.pt2"):
         (repository / "m" / "config.pbtxt").write_text(f"default_model_filename: '{file}'")
-        assert "has no file" in reason(repository) or "is no regular file" in reason(repository), file
+        assert "has no file" in reason(repository) or "is not a regular file" in reason(repository), file
 
 
 def test_names_that_leave_the_repository_name_no_model(repository: Path) -> None:

@@ -389,7 +389,7 @@ def test_models_are_found_by_their_folder_or_file(folder: Path) -> None:
     assert find(folder / "other.pt2").name == "other"
     with pytest.raises(RepositoryError, match=r"is a repository; give one of its models, such as .*tiny"):
         find(folder / "models")
-    with pytest.raises(RepositoryError, match="is no model"):
+    with pytest.raises(RepositoryError, match="is not a model"):
         find(folder)
 
 

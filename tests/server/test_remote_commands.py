@@ -174,8 +174,12 @@ def test_commands_speak_tls_and_say_where_one_side_does_not(
     ("arguments", "status", "message"),
     [
         (("models", "--url", "127.0.0.1:1"), 1, "http://127.0.0.1:1/v2/repository/index does not answer"),
-        (("models", "--url", "file:///etc/passwd"), 2, "--url: 'file:///etc/passwd' is no http or https address"),
-        (("models", "--url", "http://:99999"), 2, "--url: 'http://:99999' is no http"),
+        (
+            ("models", "--url", "file:///etc/passwd"),
+            2,
+            "--url: 'file:///etc/passwd' is not an http or https address",
+        ),
+        (("models", "--url", "http://:99999"), 2, "--url: 'http://:99999' is not an http"),
         (("stats", "--token-file", "/nowhere"), 2, "--token-file: /nowhere cannot be read"),
     ],
 )

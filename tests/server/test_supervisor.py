@@ -140,7 +140,7 @@ async def test_a_model_that_hangs_twice_is_served_no_more(watched: FrontEnd) -> 
     waiting = asyncio.create_task(watched.double(6))
     with refused("EngineFailed", match=r"an execution of model 'double' takes longer than 2 s"):
         await held
-    with pytest.raises(ModelNotFound, match="a request of it hung twice"):
+    with pytest.raises(ModelNotFound, match="one of its requests hung twice"):
         await waiting
     assert watched.client.restarts == 2
     await until_restarted(watched, 2)
@@ -272,7 +272,7 @@ def test_only_an_execution_far_beyond_its_prediction_is_stuck() -> None:
 
 
 async def test_a_model_fails_after_two_hangs_however_often_each_is_seen() -> None:
-    """The watchdog looks again while a killed process ends, and a stopped process is no hang of a model."""
+    """The watchdog looks again while a killed process ends, and a stopped process is not a hang of a model."""
     memory, now_s = RequestMemory(1 << 16), 100.0
     client = EngineConnection(memory, clock=lambda: now_s)
     client._received(EntryChanged(ModelEntry("double", 1, ModelState.READY, info=identity("double", "FP32").info)))

@@ -149,7 +149,7 @@ def test_base64_has_the_same_numbers(texts: Ports) -> None:
         ("mean", [["a"]], {}, 400, "input"),
         ("mean", ["a", 2], {}, 400, "input[1] is a number among texts"),
         ("mean", [[]], {}, 400, "input[0] has no tokens"),
-        ("mean", [[-1]], {}, 400, "input[0] has a number that is no token id"),
+        ("mean", [[-1]], {}, 400, "input[0] has a number that is not a token id"),
         ("mean", "a " * 8, {}, 400, "a text has 9 tokens, model 'mean' takes at most 8"),
         ("unmasked", [[2]], {}, 400, "takes 2: it has no input attention_mask"),
         ("mean", "a", {"parameters": {"timeout": -1}}, 400, "'timeout'"),

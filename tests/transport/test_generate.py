@@ -49,7 +49,7 @@ def test_a_stream_of_one_event(server: Ports) -> None:
         ("id_fp64", {"x": 1}, 400, "unexpected shape"),
         ("id_fp64", {"x": [[1, 2, 3, 4], [5]]}, 400, "nested unevenly"),
         ("id_fp64", {"x": "text"}, 400, "'x'"),
-        ("id_fp64", {"x": [1, 2, 3, 4], "other": [1]}, 400, "'other' is no input"),
+        ("id_fp64", {"x": [1, 2, 3, 4], "other": [1]}, 400, "'other' is neither an input"),
         ("id_fp64", {"x": [1, 2, 3, 4], "triton_x": 1}, 400, "reserved"),
         ("id_fp64", {"x": [1, 2, 3, 4], "id": 7}, 400, "'id'"),
         ("id_fp64", b"[]", 400, "parse"),

@@ -92,7 +92,7 @@ def test_unknown_calls_are_unimplemented(channel: grpc.Channel, path: str) -> No
 @pytest.mark.parametrize("call", ["ModelInfer", "ModelConfig"])
 def test_what_is_no_message_is_the_clients_error(channel: grpc.Channel, call: str) -> None:
     code, text = refused(lambda: channel.unary_unary(f"{SERVICE}/{call}")(b"\xff" * 50, timeout=20))
-    assert (code, f"is no {call}Request" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+    assert (code, f"is not a {call}Request" in text) == (grpc.StatusCode.INVALID_ARGUMENT, True)
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\0" * 100])
@@ -223,7 +223,7 @@ def test_a_request_of_too_many_tensors_is_refused_by_their_number(channel: grpc.
 def test_bytes_that_are_no_message_are_refused(channel: grpc.Channel) -> None:
     code, text = refused(lambda: channel.unary_unary(INFER)(b"\xff" * 64, timeout=20))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert text.startswith("the request is no ModelInferRequest: ")
+    assert text.startswith("the request is not a ModelInferRequest: ")
 
 
 @pytest.mark.parametrize("service", ["", "inference.GRPCInferenceService"])

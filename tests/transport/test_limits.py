@@ -457,5 +457,5 @@ def test_a_grpc_tensor_has_at_most_64_dimensions(narrow: Ports, dims: int, error
 
 @pytest.mark.parametrize("data", [b"\x0a", b"\x0a\xff" * 4000, b"\xff" * 9000])
 def test_what_is_no_grpc_message(data: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="is no ModelInferRequest"):
+    with pytest.raises(InvalidRequest, match="is not a ModelInferRequest"):
         parse_request(data)

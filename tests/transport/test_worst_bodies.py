@@ -168,7 +168,7 @@ def test_what_a_request_for_embeddings_may_have_is_limited(server: Ports) -> Non
         (b'"%b"' % (b"a" * 513), "input[0] has 513 characters, of which model 'mean' takes 512"),
         (b'["a","%b"]' % (b"a" * 513), "input[1] has 513 characters"),
         (b"[%b]" % fill(b"1", 2 * 300_001), "over 300000 token"),
-        (b'["a","\xc3"]', "input is no text"),
+        (b'["a","\xc3"]', "input is neither a text"),
         (b'"\\ud800"', "failed to parse the request JSON"),
         (b"[%b]" % fill(b"[1]", 4 * 5000), "over 2048 texts"),
         (b"[%b]" % fill(b'"a"', 4 * 5000), "over 2048 texts"),

@@ -41,9 +41,9 @@ class CudaStopwatch:
             match command.verb:
                 case "compute":
                     recording.note(program.computes[command.index], begin_s, end_s)
-                case "save":
+                case "copy_out":
                     recording.note(program.swap_outs[command.index], begin_s, end_s)
-                case "return":
+                case "copy_back":
                     recording.note(program.swap_ins[command.index], begin_s, end_s)
                 case "copy":
                     self._note_parts(recording, program.schedule.copies[command.index], begin_s, end_s)

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from cohabit.runtime.lowering.fused_ops import rotate, short_attention
-from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_form
+from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_shape_and_dtype
 
 aten = torch.ops.aten
 
@@ -193,7 +193,7 @@ def attend_plainly(model: FxModel) -> None:
         if not plain or not node.kwargs.keys() <= {"scale"}:
             continue
         shape = node.args[0].meta["val"].shape
-        alike = all(same_form(node.args[0], other) for other in node.args[1:])
+        alike = all(same_shape_and_dtype(node.args[0], other) for other in node.args[1:])
         if not alike or len(shape) != 4 or not all(isinstance(n, int) for n in shape[1:]):
             continue
         if shape[2] <= _MOST_LENGTH and shape[2] % _LANES >= _LANES // 2:

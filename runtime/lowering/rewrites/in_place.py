@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.model import FxModel, same_form
+from cohabit.runtime.lowering.model import FxModel, same_shape_and_dtype
 from cohabit.runtime.lowering.rewrites.functional import in_place_form, makes_new_bytes
 
 aten = torch.ops.aten
@@ -70,7 +70,9 @@ def work_in_place(model: FxModel) -> None:
 def _form_of(node: fx.Node) -> Any:
     """Return the in-place form of an op, if its first operand has the result's shape and dtype."""
     form = in_place_form(node.target)
-    return form if form is not None and node.args and same_form(cast(fx.Node, node.args[0]), node) else None
+    return (
+        form if form is not None and node.args and same_shape_and_dtype(cast(fx.Node, node.args[0]), node) else None
+    )
 
 
 class _Names:

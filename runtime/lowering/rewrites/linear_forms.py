@@ -73,10 +73,10 @@ def fastest(
         x, other = torch.randn(number, inputs, generator=generator), torch.zeros(number, outputs)
         tail = _tail(fused, other if adds else None)
 
-        def plain(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
+        def by_plain(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
             return tail(torch.nn.functional.linear(x, weight, bias))
 
-        def turned(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
+        def by_transposed(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
             return tail(linear_transposed(x, weight, bias))
 
         def by_onednn(weight: torch.Tensor, x: torch.Tensor = x, other: torch.Tensor = other) -> torch.Tensor:
@@ -86,8 +86,8 @@ def fastest(
                 result = packing.LINEAR(x, weight, bias, name, list(scalars), algorithm)
             return result
 
-        plain_s += cold_seconds([partial(plain, weight) for weight in weights])
-        transposed_s += cold_seconds([partial(turned, weight) for weight in transposed])
+        plain_s += cold_seconds([partial(by_plain, weight) for weight in weights])
+        transposed_s += cold_seconds([partial(by_transposed, weight) for weight in transposed])
         packed_s += cold_seconds([partial(by_onednn, weight) for weight in packed]) if packs else math.inf
     # Each form must clearly beat the one before it.
     best: Form = "transposed" if transposed_s <= _WORTH * plain_s else "plain"

@@ -197,5 +197,5 @@ def _checked(url: str) -> str:
     except ValueError:
         sound = False
     if not sound:
-        raise ConfigError(f"--url: '{url}' is no http or https address")
+        raise ConfigError(f"--url: '{url}' is not an http or https address")
     return full.rstrip("/")

@@ -178,7 +178,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class FakeDriver:
-    """Seeded; `well()` and errors as CUDA has them: a kernel's failure shows when somebody blocks."""
+    """Seeded. `is_working()` and errors are as in CUDA: a kernel's failure shows when a thread blocks."""
 
     layouts: tuple[str, ...] = ()
     """Of each pool from now on."""
@@ -359,7 +359,7 @@ class FakeDriver:
         self._call("decode")
         self._put(Action(kernels))
 
-    def carry(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def copy_deferred(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Its ends are made by kernels, which have not run yet when it is issued."""
         self._call("copy")
 
@@ -423,7 +423,7 @@ class FakeDriver:
                 self._advance()
             self._raise_errors()
 
-    def well(self) -> bool:
+    def is_working(self) -> bool:
         if self.broken is None:
             with self._lock:
                 while any(stream.queue for stream in self._streams):
