@@ -35,7 +35,7 @@ from cohabit.runtime.training.interrupts import Interrupts
 from cohabit.runtime.training.outside import Pins, watching
 from cohabit.runtime.training.owners import Owner, distinct_storages, flat, rehome, storages_of, tensors_of
 from cohabit.runtime.training.process_limit import ProcessLimit
-from cohabit.runtime.training.recomputing import recipe_for
+from cohabit.runtime.training.recomputing import recomputation_of
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.spill import FileSpill, PinnedSpill, RamSpill
@@ -285,7 +285,7 @@ class Budget:
             try:
                 if self._is_active:
                     self._complete(running, result)
-                    self._note_recipes(running, op, args, kwargs, result, seconds)
+                    self._note_recomputations(running, op, args, kwargs, result, seconds)
             finally:
                 self._end(running)
         return result
@@ -369,7 +369,7 @@ class Budget:
             self._require(schema, used_by(running.used) + used_by(running.made))
         self._record(running.history, running.number, running.used, running.made)
 
-    def _note_recipes(
+    def _note_recomputations(
         self,
         running: _Running,
         op: OpOverload,
@@ -384,7 +384,7 @@ class Budget:
             return
         for tracked in running.made:
             if residency.pays_to_recompute(tracked, seconds):
-                tracked.recipe = recipe_for(tracked, op, args, kwargs, result, residency.find, seconds)
+                tracked.recomputation = recomputation_of(tracked, op, args, kwargs, result, residency.find, seconds)
 
     def _end(self, running: _Running) -> None:
         self._residency.reserved_bytes -= running.reserved_bytes

@@ -1,9 +1,9 @@
-"""Recipes: how to compute an op's result again, so that evicting it needs no copy.
+"""Recomputation: an op's result is dropped without a copy, and computed again by the same op.
 
-Capuchin (ASPLOS 2020, section 4.4) and HOME (section 4.3) recompute where that is cheaper than swapping. Here a recipe
-is an op that ran, with its arguments. It is valid as long as its inputs exist and have not been written since, which a
-count of writes tells. While a result is dropped, its recipe keeps the inputs alive, and they are neither written nor
-dropped themselves. So a dropped result can always be computed again, whatever the loop does.
+Capuchin (ASPLOS 2020, section 4.4) and HOME recompute where that is cheaper than swapping. A recomputation is valid
+as long as the op's inputs exist and have not been written since, which a count of writes tells. While a result is
+dropped, its inputs are kept alive, and are neither written nor dropped themselves. So a dropped result can always be
+computed again, whatever the loop does.
 
 Only ops whose results do not depend on how work is divided among threads qualify: elementwise ones, and a few more.
 """
@@ -50,7 +50,7 @@ class _Input:
 
 
 @dataclass(slots=True, eq=False)
-class Recipe:
+class Recomputation:
     """An op whose result is dropped and made again."""
 
     op: OpOverload
@@ -94,7 +94,7 @@ class Recipe:
             self.op(*args, **kwargs, **results)
 
 
-def recipe_for(
+def recomputation_of(
     tracked: Tracked,
     op: OpOverload,
     args: tuple[Any, ...],
@@ -102,7 +102,7 @@ def recipe_for(
     result: Any,
     find: Callable[[Any], Tracked | None],
     seconds: float,
-) -> Recipe | None:
+) -> Recomputation | None:
     """Return how to make `tracked`, which an op that has just run has made; None if it cannot be made again.
 
     Tensors below 16 KiB among the arguments are not tracked, and copied.
@@ -135,7 +135,7 @@ def recipe_for(
         if tensor.untyped_storage().nbytes() >= LEAST_BYTES and find(tensor.untyped_storage()) is None:
             return None  # its writes are not counted
     overload, names = form
-    return Recipe(
+    return Recomputation(
         op=overload,
         args=tuple(_mapped(value, kept) for value in args),
         kwargs={name: _mapped(value, kept) for name, value in kwargs.items()},

@@ -88,7 +88,7 @@ class Residency:
             if not tracked.is_out:
                 self.used_bytes -= tracked.nbytes
             self._release_slot(tracked)
-            self._release_recipe(tracked)
+            self._release_inputs(tracked)
         freed_bytes = before - self.used_bytes
         while self._copies and self._copies[0].end.is_set():
             self._complete(self._copies.popleft())
@@ -118,7 +118,7 @@ class Residency:
         if storage is not None and not tracked.is_out and (now := storage_nbytes(storage)) != tracked.nbytes:
             self._wait(tracked)
             self._release_slot(tracked)
-            tracked.recipe = None
+            tracked.recomputation = None
             self._allocated(now - tracked.nbytes)
             tracked.nbytes = now
             self.changed(tracked)
@@ -225,7 +225,7 @@ class Residency:
         self.collect_dead()
         for tracked in self._tracked.values():
             self._release_slot(tracked)
-            tracked.recipe = None
+            tracked.recomputation = None
         self._tracked.clear()
         self._evictable.clear()
         self.used_bytes = 0
@@ -257,13 +257,13 @@ class Residency:
         return self._choose(self._copier.copy_s(copied.nbytes), idle=True, is_wanted=self._can_drop)
 
     def _can_drop(self, tracked: Tracked) -> bool:
-        recipe = tracked.recipe
+        recomputation = tracked.recomputation
         return (
-            recipe is not None
+            recomputation is not None
             and not tracked.is_clean
             and not tracked.dependents
-            and self.pays_to_recompute(tracked, recipe.seconds)
-            and recipe.is_valid(tracked)
+            and self.pays_to_recompute(tracked, recomputation.seconds)
+            and recomputation.is_valid(tracked)
         )
 
     def pays_to_recompute(self, tracked: Tracked, seconds: float) -> bool:
@@ -271,24 +271,24 @@ class Residency:
         return seconds < self._copier.copy_s(2 * tracked.nbytes)
 
     def _drop(self, tracked: Tracked) -> None:
-        """Evict a storage without a copy. Its recipe's inputs stay alive."""
-        storage, recipe = tracked.storage, tracked.recipe
-        if storage is None or recipe is None:
+        """Evict a storage without a copy. Its recomputation's inputs stay alive."""
+        storage, recomputation = tracked.storage, tracked.recomputation
+        if storage is None or recomputation is None:
             return
-        held = [given.tracked.storage for given in recipe.inputs]
+        held = [given.tracked.storage for given in recomputation.inputs]
         if any(storage is None for storage in held):
-            tracked.recipe = None  # an input has just died
+            tracked.recomputation = None  # an input has just died
             return
-        recipe.held = held
-        for given in recipe.inputs:
+        recomputation.held = held
+        for given in recomputation.inputs:
             given.tracked.dependents = given.tracked.dependents | {tracked}
         tracked.is_dropped = True
         self._leave(tracked, storage)
 
     def _compute_again(self, tracked: Tracked, storage: Any) -> None:
-        recipe = tracked.recipe
-        assert recipe is not None
-        inputs = {given.tracked for given in recipe.inputs}
+        recomputation = tracked.recomputation
+        assert recomputation is not None
+        inputs = {given.tracked for given in recomputation.inputs}
         needed = [tracked]
         tracked.uses += 1
         try:
@@ -299,26 +299,26 @@ class Residency:
             self.make_room(tracked.nbytes)
             self._allocate(tracked, storage)
             try:
-                recipe.run(storage)
+                recomputation.run(storage)
             except BaseException:
                 self._deallocate(tracked, storage)
                 raise
             self._copier.publish()
-            self._release_recipe(tracked)
+            self._release_inputs(tracked)
             self._arrived(tracked)
             self.recomputed_bytes += tracked.nbytes
         finally:
             for used in needed:
                 used.uses -= 1
 
-    def _release_recipe(self, tracked: Tracked) -> None:
+    def _release_inputs(self, tracked: Tracked) -> None:
         """Let the inputs of a dropped storage go."""
-        recipe = tracked.recipe
-        if tracked.is_dropped and recipe is not None:
+        recomputation = tracked.recomputation
+        if tracked.is_dropped and recomputation is not None:
             tracked.is_dropped = False
-            for given in recipe.inputs:
+            for given in recomputation.inputs:
                 given.tracked.dependents = given.tracked.dependents - {tracked}
-            recipe.held.clear()
+            recomputation.held.clear()
 
     def _evict(self, tracked: Tracked) -> None:
         self._wait(tracked)
@@ -399,8 +399,8 @@ class Residency:
         storage = tracked.storage
         if storage is None or not tracked.is_out or tracked.copy is not None:
             return True
-        if tracked.is_dropped and tracked.recipe is not None:
-            return all(self.prefetch(given.tracked) for given in tracked.recipe.inputs)
+        if tracked.is_dropped and tracked.recomputation is not None:
+            return all(self.prefetch(given.tracked) for given in tracked.recomputation.inputs)
         self._allocate(tracked, storage)
         self._begin(tracked, storage, is_load=True)
         return True

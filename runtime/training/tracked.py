@@ -11,7 +11,7 @@ from torch._C import StorageBase
 from cohabit.runtime.training.spill import SpillSlot
 
 if TYPE_CHECKING:
-    from cohabit.runtime.training.recomputing import Recipe
+    from cohabit.runtime.training.recomputing import Recomputation
 
 LEAST_BYTES: Final = 16 << 10
 """Smaller storages stay: evicting them gains nothing, and torch's generators read theirs without an op."""
@@ -63,7 +63,7 @@ class Tracked:
 
     __slots__ = (
         "copy", "dependents", "is_clean", "is_dead", "is_dropped", "is_out", "is_pinned", "key", "last_use", "nbytes",
-        "next_use", "pace", "recipe", "ref", "slot", "stream", "uses", "writes",
+        "next_use", "pace", "recomputation", "ref", "slot", "stream", "uses", "writes",
     )  # fmt: skip
 
     def __init__(self, storage: Any, deaths: deque[StorageRef], stream: int) -> None:
@@ -74,10 +74,10 @@ class Tracked:
         self.slot: SpillSlot | None = None
         self.is_out = self.is_dead = False
         self.is_dropped = False
-        """It is out without a copy: its recipe makes it again."""
-        self.recipe: Recipe | None = None
+        """It is out without a copy: its recomputation makes it again."""
+        self.recomputation: Recomputation | None = None
         self.dependents: frozenset[Tracked] = frozenset()
-        """Dropped storages whose recipes read this one."""
+        """Dropped storages whose recomputations read this one."""
         self.is_clean = False
         """The slot's bytes equal those in memory."""
         self.is_pinned = not storage.resizable()

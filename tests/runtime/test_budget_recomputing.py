@@ -162,7 +162,7 @@ def left_alone(x: torch.Tensor) -> None: ...
 )
 def test_a_dropped_result_survives_what_happens_to_its_input(change: Callable[[torch.Tensor], None]) -> None:
     with cohabit.budget(9 * SIZE, torch.zeros(9)) as limits:
-        press()  # something has been evicted: recipes are noted from now on
+        press()  # something has been evicted: recomputations are noted from now on
         x = tensor(0.5)
         y = x.exp()
         press()

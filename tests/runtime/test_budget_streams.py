@@ -16,7 +16,7 @@ import cohabit
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.training import budget, residency, spill, streams
 from cohabit.runtime.training.copying import Copier
-from cohabit.runtime.training.recomputing import Recipe
+from cohabit.runtime.training.recomputing import Recomputation
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.spill import FileSpill, PinnedSpill
 from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread, OpStreams
@@ -25,7 +25,7 @@ from tests.support.runtime.stream_order import (
     FakeCuda,
     SharedBytes,
     checked_copy,
-    checked_recipe,
+    checked_recomputation,
     checked_resize,
 )
 
@@ -52,7 +52,7 @@ def on_device(cuda: FakeCuda, store: str, folder: Path) -> Iterator[None]:
             patch.setattr(slot, "save", checked_copy(cuda, slot.save, is_load=False, blocks=blocks))
             patch.setattr(slot, "load", checked_copy(cuda, slot.load, is_load=True, blocks=blocks))
         patch.setattr(CopyStreams, "copy_s", lambda copies, nbytes: 1e-4)  # longer than any op takes
-        patch.setattr(Recipe, "run", checked_recipe(cuda, Recipe.run))
+        patch.setattr(Recomputation, "run", checked_recomputation(cuda, Recomputation.run))
         with CheckedOps(cuda):
             yield
 

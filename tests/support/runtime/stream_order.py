@@ -201,14 +201,14 @@ def checked_copy(
     return copy
 
 
-def checked_recipe(cuda: FakeCuda, real: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return a recipe's `run` that notes what it reads and writes."""
+def checked_recomputation(cuda: FakeCuda, real: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    """Return a recomputation's `run` that notes what it reads and writes."""
 
-    def run(recipe: Any, storage: Any) -> None:
-        for given in recipe.inputs:
-            cuda.access(given.tracked.storage, is_write=False, what="a recipe")
-        cuda.access(storage, is_write=True, what="a recipe")
-        real(recipe, storage)
+    def run(recomputation: Any, storage: Any) -> None:
+        for given in recomputation.inputs:
+            cuda.access(given.tracked.storage, is_write=False, what="a recomputation")
+        cuda.access(storage, is_write=True, what="a recomputation")
+        real(recomputation, storage)
 
     return run
 
