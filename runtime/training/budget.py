@@ -316,13 +316,16 @@ class Budget:
             self._changed.wait()
         if not self._is_active:
             return None
+
+        # First what is computed again, one after the other, while nothing is in use: each needs room for its inputs.
+        residency.enter_stream()
         for tracked, is_written in used.items():
+            if is_written:
+                residency.compute_dependents(tracked)
             if tracked.is_dropped:
                 residency.bring_in(tracked)
-            if is_written and tracked.dependents:
-                residency.compute_dependents(tracked)
+
         process = self._process
-        residency.enter_stream()
         self._running.append(running)
         for tracked, is_written in used.items():
             tracked.uses += 1

@@ -110,7 +110,12 @@ class Residency:
         """Mark the bytes in memory as newer than the slot's. May be called just before they are written."""
         self.compute_dependents(tracked)
         tracked.is_clean = False
-        tracked.writes += 1
+
+    def compute_dependents(self, tracked: Tracked) -> None:
+        """Make again what was dropped and is computed from these bytes, before they are written."""
+        tracked.writes += 1  # nothing more that depends on them is dropped
+        while live := [dependent for dependent in tracked.dependents if dependent.storage is not None]:
+            self.bring_in(live[0])
 
     def resized(self, tracked: Tracked) -> None:
         """Update the counts for a storage that an op has resized."""
@@ -176,11 +181,6 @@ class Residency:
         finally:
             tracked.uses -= 1
 
-    def compute_dependents(self, tracked: Tracked) -> None:
-        """Make again what was dropped and is computed from these bytes, which are about to change."""
-        while tracked.dependents:
-            self.bring_in(next(iter(tracked.dependents)))
-
     def make_room(self, nbytes: int) -> bool:
         """Evict storages until `nbytes` more fit into the limit. Returns whether they do."""
         nbytes += self.reserved_bytes
@@ -219,6 +219,7 @@ class Residency:
     def bring_all_in(self) -> None:
         """Swap in every storage, ignoring the limit, and stop tracking."""
         self.limit_bytes = self.headroom_bytes = NEVER
+        self.enter_stream()
         self.collect_dead()
         for tracked in list(self._tracked.values()):
             self.bring_in(tracked)

@@ -193,6 +193,19 @@ def test_a_dropped_result_keeps_its_input_alive_and_lets_it_go() -> None:
         assert limits.used_bytes == 0
 
 
+def test_an_input_is_written_after_the_death_of_what_depends_on_it() -> None:
+    with cohabit.budget(9 * SIZE, torch.zeros(9)) as limits:
+        press()
+        x = tensor(0.5)
+        y = x.exp()
+        press()
+        assert is_out(y)
+        del y
+        x.numpy()[:] = 7  # before any op has noticed
+        assert torch.equal(x, tensor(7))
+        assert limits.recomputed_bytes == 0
+
+
 def test_what_is_computed_again_reads_nothing_that_is_itself_dropped() -> None:
     with cohabit.budget(9 * SIZE, torch.zeros(9)) as limits:
         press()
