@@ -28,7 +28,7 @@ from cohabit.planner.search.registry import BASELINES
 NAMES = {
     "eager": "eager",
     "budget": "cohabit.budget",
-    "budget_total": "cohabit.budget, total",
+    "budget_size": "cohabit.budget, size",
     "checkpoint": "torch.utils.checkpoint per block",
     "activation_budget": "activation_memory_budget",
     "saved_to_file": "saved_tensors_hooks to a file",
@@ -193,8 +193,9 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
             if cell_of is _speed or any(value != "-" for value in row):
                 rows.append([NAMES.get(name, name), *row])
         header = ["", *nets, *(["mean"] if cell_of is _speed else [])]
-        yield f"{title}:\n"
-        yield markdown_table(header, rows)
+        if rows:
+            yield f"{title}:\n"
+            yield markdown_table(header, rows)
     yield "The losses of all steps have the bits of eager's:\n"
     yield markdown_table(
         ["", *nets], [[NAMES.get(n, n), *(_same(cells, net, share, n) for net in nets)] for n in found]
@@ -349,9 +350,9 @@ limit; page cache does not count. SGD with momentum. {steps} steps are measured 
 Eager without a limit is measured before each group of several contestants, with the same settings of the C library's
 heap; a contestant alone is compared with the latest.
 
-- `cohabit.budget` runs the eager loop. Its context is entered after the first step, with the share of the step's peak
-  in bytes for tensors. *total* gets the bytes of the whole process: what it takes then but for tensors, the share, and
-  16 MiB.
+- `cohabit.budget` runs the eager loop. Its context is entered after the first step, with the bytes that the cgroup
+  allows as the total of the process. Its peak is that since it last measured a new op's scratch, in the first steps.
+  With *size*, tensors get the share in bytes, and kernels' scratch and freed memory come on top.
 - `best`, the other searchers and the baselines run a captured step by a plan, which is searched for {seconds:g} s. A
   searcher whose rule does not fit falls back on the serial schedule, which moves everything over every gap: those that
   copy the most MiB in a net did.

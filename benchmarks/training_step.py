@@ -30,8 +30,8 @@ from benchmarks.training_waits import CopyTimes
 from cohabit.runtime.heap import keep_freed_memory, release_free_memory
 
 TORCH = ("eager", "checkpoint", "activation_budget", "saved_to_file")
-BUDGETS = ("budget", "budget_total")
-"""`cohabit.budget`: tensors have the step's budget, or the process what the cgroup allows."""
+BUDGETS = ("budget", "budget_size")
+"""`cohabit.budget`: the process gets what its cgroup allows, or the tensors get the step's budget."""
 LEAST_SAVED_BYTES = 64 << 10
 """Smaller tensors are not worth a read."""
 
@@ -159,7 +159,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps({"base": base, "held": held, "prepared_s": prepared_s, "peak_bytes": peak_bytes}), flush=True)
     limits = None
     if arguments.contestant in BUDGETS:
-        memory = budget if arguments.contestant == "budget" else f"{before + budget + ALLOWANCE_BYTES} total"
+        total_bytes = before + budget + ALLOWANCE_BYTES
+        memory = f"{total_bytes} total" if arguments.contestant == "budget" else budget
         limits = cohabit.budget(memory, model, optimizer, batch, store="file")
     copies = None if limits is None else CopyTimes(limits)
     with nullcontext() if limits is None else limits:
