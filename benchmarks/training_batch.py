@@ -81,8 +81,7 @@ def largest_batches(cells: Cells, net: str) -> dict[str, int]:
 
 def row(cells: Cells, net: str) -> list[str]:
     """The largest batches over eager's, and their samples per second."""
-    found = largest_batches(cells, net)
-    shown = []
+    found, shown = largest_batches(cells, net), list[str]()
     for name in (EAGER, *CONTESTANTS):
         most = found.get(name, 0)
         over = "" if name == EAGER else f" ({most / found[EAGER]:.2f})" if most else ""
@@ -92,13 +91,15 @@ def row(cells: Cells, net: str) -> list[str]:
 
 def rates(cells: Cells, net: str) -> Iterator[list[str]]:
     """Samples per second of each contestant with multiples of eager's largest batch."""
-    eager = largest_batches(cells, net)[EAGER]
-    batches = [int(multiple * eager) for multiple in MULTIPLES] if eager else []
-    for batch in batches:
-        yield [f"{net}, {batch}", *(rate(cells, net, name, batch) for name in (EAGER, *CONTESTANTS))]
+    most = largest_batches(cells, net)
+    for multiple in MULTIPLES if most[EAGER] else ():
+        batch = int(multiple * most[EAGER])
+        shown = [rate(cells, net, name, batch) if batch <= most[name] else "-" for name in (EAGER, *CONTESTANTS)]
+        yield [f"{net}, {batch}", *shown]
 
 
 def rate(cells: Cells, net: str, name: str, batch: int) -> str:
+    """Samples per second; a dash for a batch that does not train."""
     return f"{batch / cells.at(net, name, batch)['step_s']:.1f}" if cells.trains(net, name, batch) else "-"
 
 
@@ -134,10 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 ABOUT = """**Executed.** The largest batch that trains, in brackets over eager's, and samples per second. Each cell is a
 process with one thread in a memory cgroup of its base (what it takes, but for tensors, after a first step without the
-limit), {budget} MiB for tensors, and 16 MiB, without swap. Eager's largest batch is found to a 16th, the others' to an
-eighth of eager's. `cohabit.budget` runs the eager loop, with the bytes for tensors; the searchers' steps are
-captured. A searcher's batch counts if its plan keeps weights in memory: below that there is only the serial schedule,
-which moves everything over every gap. {steps} steps are measured after two others; searches take
+limit), {budget} MiB for tensors, and 16 MiB, without swap. `cohabit.budget` runs the eager loop, with what the cgroup
+allows as the total of its process; the searchers' steps are captured. Eager's largest batch is found to a 16th, the
+others' to an eighth of eager's. A searcher's batch counts if its plan keeps weights in memory: below that there is only
+the serial schedule, which moves everything over every gap. {steps} steps are measured after two others; searches take
 {seconds:g} s, tensors go to a file. The nets are the small ones of `benchmarks.training_nets`: U-Net on 128 by 128
 images, GPT with two blocks on 128 tokens. Theirs, measured on an RTX 2080Ti: HOME 2.2 times PyTorch's batch on average,
 Capuchin 1.97 times; HOME has 1.12 times Capuchin's batch, and 1.2 times its throughput.
