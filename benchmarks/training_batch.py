@@ -20,8 +20,9 @@ from rich.console import Console
 from benchmarks.bisection import largest
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, is_possible
 from benchmarks.record import markdown_table, parser_of, publish
-from benchmarks.training import cell_of
+from benchmarks.training import NAMES, cell_of
 from benchmarks.training_nets import TINY
+from benchmarks.training_step import BUDGETS
 
 MODULE = "benchmarks.training_batch"
 EAGER = "eager"
@@ -65,7 +66,7 @@ class Cells:
         return "step_s" in cell and cell.get("residents", 1) > 0
 
 
-def largest_batches(cells: Cells, net: str) -> dict[str, int]:
+def largest_batches(cells: Cells, net: str, names: Sequence[str]) -> dict[str, int]:
     """The largest batch of eager and of each contestant; 0 where none trains."""
     own = TINY[net].samples
     first = cells.at(net, EAGER, own)
@@ -73,28 +74,28 @@ def largest_batches(cells: Cells, net: str) -> dict[str, int]:
     eager = largest(lambda batch: cells.trains(net, EAGER, batch), guess, max(1, guess // 16))
     found = {EAGER: eager}
     guess = 3 * eager // 2
-    for name in CONTESTANTS if eager else ():
+    for name in names if eager else ():
         found[name] = largest(lambda batch: cells.trains(net, name, batch), guess, max(1, eager // 8))  # noqa: B023
         guess = found[name] or guess
     return found
 
 
-def row(cells: Cells, net: str) -> list[str]:
+def row(cells: Cells, net: str, names: Sequence[str]) -> list[str]:
     """The largest batches over eager's, and their samples per second."""
-    found, shown = largest_batches(cells, net), list[str]()
-    for name in (EAGER, *CONTESTANTS):
+    found, shown = largest_batches(cells, net, names), list[str]()
+    for name in (EAGER, *names):
         most = found.get(name, 0)
         over = "" if name == EAGER else f" ({most / found[EAGER]:.2f})" if most else ""
         shown.append(f"{most}{over}, {rate(cells, net, name, most)}" if most else "none")
     return [net, *shown]
 
 
-def rates(cells: Cells, net: str) -> Iterator[list[str]]:
+def rates(cells: Cells, net: str, names: Sequence[str]) -> Iterator[list[str]]:
     """Samples per second of each contestant with multiples of eager's largest batch."""
-    most = largest_batches(cells, net)
+    most = largest_batches(cells, net, names)
     for multiple in MULTIPLES if most[EAGER] else ():
         batch = int(multiple * most[EAGER])
-        shown = [rate(cells, net, name, batch) if batch <= most[name] else "-" for name in (EAGER, *CONTESTANTS)]
+        shown = [rate(cells, net, name, batch) if batch <= most[name] else "-" for name in (EAGER, *names)]
         yield [f"{net}, {batch}", *shown]
 
 
@@ -106,9 +107,11 @@ def rate(cells: Cells, net: str, name: str, batch: int) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(MODULE, __doc__)
     parser.add_argument("--nets", nargs="+", default=["unet", "gpt"], choices=list(TINY))
+    parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), help="beside eager (default: all)")
     parser.add_argument("--budget", type=int, default=128, help="MiB for tensors (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each search (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="measured, after two others (default: %(default)s)")
+    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     arguments = parser.parse_args(argv)
     console = Console()
     if not is_possible(console):
@@ -117,15 +120,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(path.read_text()) if path.exists() else {}
     cells = Cells(path, arguments.budget * MIB, arguments.seconds, arguments.steps, console, known)
-    names = [EAGER, "cohabit.budget", *CONTESTANTS[1:]]
-    most = markdown_table(["net", *names], [row(cells, net) for net in arguments.nets])
-    by_batch = [row for net in arguments.nets for row in rates(cells, net)]
+    names = arguments.contestants
+    shown = [EAGER, *(NAMES[name] if name in BUDGETS else name for name in names)]
+    most = markdown_table(["net", *shown], [row(cells, net, names) for net in arguments.nets])
+    by_batch = [row for net in arguments.nets for row in rates(cells, net, names)]
     sections = [
         ABOUT.format(budget=arguments.budget, seconds=arguments.seconds, steps=arguments.steps),
         most,
         "## Throughput by batch size (HOME, Figure 6)\n",
         RATES,
-        markdown_table(["net, batch", *names], by_batch),
+        markdown_table(["net, batch", *shown], by_batch),
     ]
     publish(
         arguments, "The largest batch, and throughput by batch size, executed: HOME, Table 2, Figure 6", sections
