@@ -63,7 +63,6 @@ COMMANDS = {
     "training-budget": "training --seconds 3 --shares 1 0.6 0.4 0.8 --contestants best budget"
     " --folder .demo/training-budget --record-as training-budget --record",
     "training-batch": "training_batch --record",
-    "training-budget-batch": "training_batch --contestants budget best --record-as training-budget-batch --record",
     "training-candidates": "training_candidates --record",
     "predicted": "predicted --folder .demo/predicted --seconds 2 --record",
     "imports": "imports",
