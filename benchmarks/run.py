@@ -61,6 +61,8 @@ COMMANDS = {
     "budget-disk": "budget_disk --record",
     "budget-jobs": "budget_jobs --record",
     "training": "training --seconds 3 --record",
+    "training-budget": "training --seconds 3 --shares 1 0.6 0.4 0.8 --contestants best budget"
+    " --folder .demo/training-budget --record-as training-budget --record",
     "training-batch": "training_batch --record",
     "training-candidates": "training_candidates --record",
     "predicted": "predicted --folder .demo/predicted --seconds 2 --record",

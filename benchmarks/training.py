@@ -1,8 +1,9 @@
-"""Five nets trained in memory cgroups of 80, 60 and 40 % of what a step needs: torch's own ways, searchers, baselines.
+"""Five nets trained in memory cgroups of 80, 60 and 40 % of what a step needs.
 
-Each contestant is a process of its own in a cgroup of its base, which is everything but tensors, and a share of the
-step's peak, without swap. Plans store in a file. Cells are kept in the working folder as they come, and not measured
-again. Needs root and cgroups of version 1.
+Contestants are `cohabit.budget`, torch's own ways, and captured steps by plans of searchers and baselines. Each
+contestant is a process of its own in a cgroup of its base, which is everything but tensors, and a share of the
+step's peak, without swap. Budgets and plans store in a file. Cells are kept in the working folder as they come, and not
+measured again. Needs root and cgroups of version 1.
 """
 
 import argparse
@@ -13,18 +14,21 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from rich.console import Console
 
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, end_of, is_possible, running
-from benchmarks.record import markdown_table, parser_of, record
-from benchmarks.training_nets import NETS
-from benchmarks.training_step import TORCH
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.training_nets import NETS, TINY, Net
+from benchmarks.training_step import BUDGETS, TORCH
 from cohabit.planner.search.registry import BASELINES
 
 NAMES = {
     "eager": "eager",
+    "budget": "cohabit.budget",
+    "budget_size": "cohabit.budget, size",
     "checkpoint": "torch.utils.checkpoint per block",
     "activation_budget": "activation_memory_budget",
     "saved_to_file": "saved_tensors_hooks to a file",
@@ -35,13 +39,14 @@ NAMES = {
     "interval": "interval (TENSILE)",
 }
 SEARCHERS = ("best", "dynprog", "interval", "genetic", "particle_swarm")
-EVERYWHERE = ("best", "dynprog", "checkpoint", "activation_budget")
+EVERYWHERE = ("best", "budget", "dynprog", "checkpoint", "activation_budget")
 """Contestants at 80 and 40 %, too, by default."""
 RESIDENT = "resident"
 """Eager without a limit, which comes before each group of cells that are compared with it."""
 PATIENCE_S = 240.0
 
-Key = tuple[str, float, str]
+Group = tuple[str, float, Sequence[str]]
+"""A net, a share, and contestants one after the other."""
 Cells = dict[str, dict[str, Any]]
 Rows = Sequence[Sequence[str]]
 
@@ -53,12 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--contestants",
         nargs="+",
-        help="at each of the shares, after best at 1.0",
+        help="at each of the shares, with best at 1.0 first",
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each search (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="measured, after five others (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no cell after so many")
     parser.add_argument("--tiny", action="store_true", help="nets of tens of MB, to try this with")
+    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     arguments = parser.parse_args(argv)
     console = Console()
     if not is_possible(console):
@@ -67,40 +73,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     cells: Cells = json.loads(path.read_text()) if path.exists() else {}
     end_s = time.monotonic() + 60 * arguments.minutes
-    for net, share, contestant in jobs(arguments.nets, arguments.shares, arguments.contestants):
-        key = f"{net} {share:g} {contestant}"
-        if contestant != RESIDENT and key in cells:
-            continue
-        if time.monotonic() > end_s:
-            break
-        cell = measured(net, share, contestant, cells, arguments)
-        if contestant != RESIDENT and f"{net} {RESIDENT}" in cells:
-            cell["eager_s"] = cells[f"{net} {RESIDENT}"]["step_s"]
-        cells[f"{net} {RESIDENT}" if contestant == RESIDENT else key] = cell
-        path.write_text(json.dumps(cells, indent=1))
-        console.print(key, {k: v for k, v in cell.items() if k not in ("losses", "seconds")})
-    sections = list(report(cells, arguments))
-    console.print("\n".join(sections), markup=False)
-    if arguments.record:
-        record("training", "A training step in too little memory, executed", "benchmarks.training", sections)
+    for net, share, names in jobs(arguments.nets, arguments.shares, arguments.contestants):
+        missing = [name for name in names if f"{net} {share:g} {name}" not in cells]
+        if missing and (share == 1.0 or len(names) > 1):
+            missing.insert(0, RESIDENT)
+        for contestant in missing:
+            if time.monotonic() > end_s:
+                break
+            key = f"{net} {RESIDENT}" if contestant == RESIDENT else f"{net} {share:g} {contestant}"
+            cell = measured(net, share, contestant, cells, arguments)
+            if contestant != RESIDENT and f"{net} {RESIDENT}" in cells:
+                cell["eager_s"] = cells[f"{net} {RESIDENT}"]["step_s"]
+            cells[key] = cell
+            path.write_text(json.dumps(cells, indent=1))
+            console.print(key, {k: v for k, v in cell.items() if k not in ("losses", "seconds")})
+    publish(arguments, "A training step in too little memory, executed", list(report(cells, arguments)))
     return 0
 
 
-def jobs(nets: Sequence[str], shares: Sequence[float], contestants: Sequence[str] | None) -> Iterator[Key]:
+def jobs(nets: Sequence[str], shares: Sequence[float], contestants: Sequence[str] | None) -> Iterator[Group]:
     """What to measure, in order: the whole of memory and 60 %; best elsewhere; baselines; the others elsewhere."""
     if contestants:
         groups = [(share, tuple(contestants)) for share in shares]
     else:
         others = [share for share in shares if share != 0.6]
-        groups = [(1.0, ("best",)), (0.6, (*TORCH, *SEARCHERS))] if 0.6 in shares else [(1.0, ("best",))]
+        groups = [(1.0, ("best", "budget"))]
+        groups += [(0.6, (*TORCH, *BUDGETS, *SEARCHERS))] if 0.6 in shares else []
         groups += [(share, EVERYWHERE[:1]) for share in others]
         groups += [(0.6, (name,)) for name in BASELINES] if 0.6 in shares else []
         groups += [(share, EVERYWHERE[1:]) for share in others]
-    for share, names in groups:
-        for net in nets:
-            if share == 1.0 or len(names) > 1:
-                yield net, 1.0, RESIDENT
-            yield from ((net, share, name) for name in names)
+    yield from ((net, share, names) for share, names in groups for net in nets)
 
 
 def measured(
@@ -161,10 +163,10 @@ def report(cells: Cells, arguments: argparse.Namespace) -> Iterator[str]:
             for net in known_nets(cells)
         ],
     )
-    for share in sorted({float(key.split()[1]) for key in cells if RESIDENT not in key}, reverse=True):
+    for share in shares_of(cells):
         yield f"## {100 * share:g} % of the step's peak\n"
         yield from tables_of(cells, share)
-    yield from papers(cells)
+    yield from papers(cells, TINY if arguments.tiny else NETS)
 
 
 def tables_of(cells: Cells, share: float) -> Iterator[str]:
@@ -191,50 +193,100 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
             if cell_of is _speed or any(value != "-" for value in row):
                 rows.append([NAMES.get(name, name), *row])
         header = ["", *nets, *(["mean"] if cell_of is _speed else [])]
-        yield f"{title}:\n"
-        yield markdown_table(header, rows)
+        if rows:
+            yield f"{title}:\n"
+            yield markdown_table(header, rows)
     yield "The losses of all steps have the bits of eager's:\n"
     yield markdown_table(
         ["", *nets], [[NAMES.get(n, n), *(_same(cells, net, share, n) for net in nets)] for n in found]
     )
 
 
-def papers(cells: Cells) -> Iterator[str]:
-    """The papers' tables in kind."""
-    nets = known_nets(cells)
-    yield "## HOME, Figure 9: the cost model against executed steps\n"
-    yield HOME
+def papers(cells: Cells, nets_of: Mapping[str, Net]) -> Iterator[str]:
+    """The papers' tables in kind, as far as their contestants were measured."""
+    yield from step_parts(cells)
+    yield from model_errors(cells)
+    yield from savings(cells)
+    yield from chains(cells)
+    yield from rates(cells, nets_of)
+
+
+def step_parts(cells: Cells) -> Iterator[str]:
     rows = []
-    for net in nets:
+    for share in shares_of(cells):
+        for net, name in product(known_nets(cells), BUDGETS):
+            cell = cells.get(f"{net} {share:g} {name}", {})
+            if "step_s" in cell:
+                step_s, waited_s = cell["step_s"], cell["waited_s"]
+                overlap_s = max(0.0, cell["thread_copies_s"] - (waited_s - cell["loop_copies_s"]))
+                parts = (step_s - waited_s - overlap_s, overlap_s, waited_s)
+                figures = [f"{step_s:.3f}", f"{cell['eager_s']:.3f}", *(f"{100 * s / step_s:.1f} %" for s in parts)]
+                rows.append([f"{net}, {NAMES[name]}, {100 * share:g} %", *figures])
+    title = "HOME, Figure 7: a step's time under `cohabit.budget` by its parts"
+    header = ["net, contestant, memory", "step, s", "eager's step, s", "computation", "overlap", "swapping"]
+    yield from _section(title, PARTS, header, rows)
+
+
+def model_errors(cells: Cells) -> Iterator[str]:
+    rows = []
+    for net in known_nets(cells):
         cell = cells.get(f"{net} 0.6 particle_swarm", {})
         if "step_s" in cell:
             error, noise = abs(cell["predicted_s"] / cell["step_s"] - 1), spread(cell["seconds"])
             figures = f"{cell['predicted_s']:.3f}", f"{cell['step_s']:.3f}", f"{100 * error:.1f} %"
             rows.append([net, *figures, f"{100 * noise:.1f} %"])
-    yield markdown_table(["net at 60 %", "predicted, s", "measured, s", "error", "spread of the steps"], rows)
-    yield "## TENSILE, Tables I and III: memory saving, overhead, and their ratio\n"
-    yield TENSILE
+    header = ["net at 60 %", "predicted, s", "measured, s", "error", "spread of the steps"]
+    yield from _section("HOME, Figure 9: the cost model against executed steps", HOME, header, rows)
+
+
+def savings(cells: Cells) -> Iterator[str]:
     rows = []
-    for net in nets:
-        for name in ("interval", "best", "vdnn_conv", "capuchin"):
-            cell = cells.get(f"{net} 0.6 {name}", {})
-            if "step_s" in cell:
-                saved = 1 - peak_mib(cell) / peak_mib(cells[f"{net} {RESIDENT}"])
-                cost = cell["step_s"] / cell["eager_s"]
-                rows.append([net, NAMES.get(name, name), f"{saved:.3f}", f"{cost:.3f}", f"{saved / cost:.3f}"])
-    yield markdown_table(["net", "", "MSR", "EOR", "CBR"], rows)
-    yield "## Beaumont et al., Figure 3: offloading against optimal checkpointing of a chain\n"
-    yield BEAUMONT
+    for net, name in product(known_nets(cells), (*BUDGETS, "interval", "best", "vdnn_conv", "capuchin")):
+        cell = cells.get(f"{net} 0.6 {name}", {})
+        if "step_s" in cell:
+            saved = 1 - peak_mib(cell) / peak_mib(cells[f"{net} {RESIDENT}"])
+            cost = cell["step_s"] / cell["eager_s"]
+            rows.append([net, NAMES.get(name, name), f"{saved:.3f}", f"{cost:.3f}", f"{saved / cost:.3f}"])
+    title = "TENSILE, Tables I and III: memory saving, overhead, and their ratio"
+    yield from _section(title, TENSILE, ["net", "", "MSR", "EOR", "CBR"], rows)
+
+
+def chains(cells: Cells) -> Iterator[str]:
     rows = []
-    for net in nets:
+    for net in known_nets(cells):
         one, other = (cells.get(f"{net} 0.6 {name}", {}) for name in ("dynprog", "chain_checkpointing"))
         if one and other:
             rows.append([net, *(f"{c['step_s']:.3f}" if "step_s" in c else c["failed"] for c in (one, other))])
-    yield markdown_table(["net at 60 %", "dynprog, s", "chain_checkpointing, s"], rows)
+    title = "Beaumont et al., Figure 3: offloading against optimal checkpointing of a chain"
+    yield from _section(title, BEAUMONT, ["net at 60 %", "dynprog, s", "chain_checkpointing, s"], rows)
+
+
+def rates(cells: Cells, nets_of: Mapping[str, Net]) -> Iterator[str]:
+    shares, rows = shares_of(cells), []
+    for net in known_nets(cells):
+        samples = nets_of[net].samples
+        for name in (*BUDGETS, "best", "dynprog", "checkpoint"):
+            found = [cells.get(f"{net} {share:g} {name}") for share in shares]
+            if any(found):
+                shown = [_shown(cell, lambda cell: f"{samples / cell['step_s']:.1f}") for cell in found]  # noqa: B023
+                eager = f"{samples / cells[f'{net} {RESIDENT}']['step_s']:.1f}"
+                rows.append([f"{net}, {NAMES[name]}", eager, *shown])
+    title = "Beaumont et al., Figure 3, in kind: samples per second by memory"
+    header = ["net, contestant", "eager without a limit", *(f"{100 * share:g} %" for share in shares)]
+    yield from _section(title, RATES, header, rows)
+
+
+def _section(title: str, about: str, header: Sequence[str], rows: Rows) -> Iterator[str]:
+    if rows:
+        yield from (f"## {title}\n", about, markdown_table(header, rows))
+
+
+def shares_of(cells: Cells) -> list[float]:
+    return sorted({float(key.split()[1]) for key in cells if RESIDENT not in key}, reverse=True)
 
 
 def contestants() -> Sequence[str]:
-    return [*TORCH, *SEARCHERS, *BASELINES]
+    return [*BUDGETS, *TORCH, *SEARCHERS, *BASELINES]
 
 
 def known_nets(cells: Cells) -> list[str]:
@@ -292,15 +344,26 @@ def _same(cells: Cells, net: str, share: float, name: str) -> str:
 
 
 ABOUT = """**Executed.** Each cell is a process with one thread in a memory cgroup of its base, a share of the step's
-peak, and 16 MiB, without swap. *Peak* is the most that the captured step needs if nothing leaves memory, by the graph.
-*Base* is what the process takes, but for tensors, after a first step without the limit; page cache does not count. SGD
-with momentum. {steps} steps are measured after five others, by their median. Plans are searched for {seconds:g} s and
-store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache. Eager without a limit is
-measured before each group of several contestants, with the same settings of the C library's heap; other
-shares of `best` alone, and baselines, are compared with the latest.
-A searcher whose rule does not fit
-falls back on the serial schedule, which moves everything over every gap: those that copy the most MiB in a net did.
-`activation_memory_budget` was tried with the share, half of it and 0, on the backend `aot_eager_decomp_partition`.
+peak, and 16 MiB, without swap; at 100 % there is no cgroup limit. *Peak* is the most that the captured step needs if
+nothing leaves memory, by the graph. *Base* is what the process takes, but for tensors, after a first step without the
+limit; page cache does not count. SGD with momentum. {steps} steps are measured after five others, by their median.
+Eager without a limit is measured before each group of several contestants, with the same settings of the C library's
+heap; a contestant alone is compared with the latest.
+
+- `cohabit.budget` runs the eager loop. Its context is entered after the first step, with the bytes that the cgroup
+  allows as the total of the process. Its peak is that since it last measured a new op's scratch, in the first steps.
+  With *size*, tensors get the share in bytes, and kernels' scratch and freed memory come on top.
+- `best`, the other searchers and the baselines run a captured step by a plan, which is searched for {seconds:g} s. A
+  searcher whose rule does not fit falls back on the serial schedule, which moves everything over every gap: those that
+  copy the most MiB in a net did.
+- `activation_memory_budget` was tried with the share, half of it and 0, on the backend `aot_eager_decomp_partition`.
+
+Budgets and plans store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache.
+"""
+PARTS = """Means of a step. *Swapping* is the time in which the loop's ops could not run: copies that they made
+themselves, waits for the copy thread, choosing what to evict. *Overlap* is the copy thread's time, less what ops waited
+for it. *Computation* is the rest, with the Python around each op; eager's step stands beside it. Theirs, measured on an
+RTX 2080Ti, for VGG16: HOME has 57 % overlap and nearly no swapping, vDNN 75 % swapping.
 """
 HOME = """Theirs: at most 1 %, 0.5 % on average, on an RTX 2080Ti. Ours, executed on a shared CPU, by the plan of
 `particle_swarm` in force at the end; the spread is the slowest step minus the fastest, over the median. Where it is
@@ -311,6 +374,9 @@ Theirs for TENSILE on an RTX A6000: MSR 0.267 to 0.515, EOR 1.17 to 1.65, CBR 0.
 networks). All have the same budget here; TENSILE itself saves as much as it can.
 """
 BEAUMONT = """Theirs is simulated from profiles on a V100, with links of 12.5 GB/s and faster. Here both are executed.
+"""
+RATES = """Memory is the share of the step's peak. Theirs is simulated: images per second by memory, for offloading at
+three bandwidths and for optimal rematerialisation.
 """
 
 

@@ -12,6 +12,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,13 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import cohabit
 from benchmarks.captured.cpu import KEPT_BYTES
 from benchmarks.captured.trainer import MEASURED_FIRST, Trainer
 from benchmarks.edge.cgroup import MIB
 from benchmarks.training_nets import NETS, TINY, Blocks, eager_step, loss
+from benchmarks.training_waits import CopyTimes
 from cohabit.runtime.heap import keep_freed_memory, release_free_memory
 
 TORCH = ("eager", "checkpoint", "activation_budget", "saved_to_file")
+BUDGETS = ("budget", "budget_size")
+"""`cohabit.budget`: the process gets what its cgroup allows, or the tensors get the step's budget."""
 LEAST_SAVED_BYTES = 64 << 10
 """Smaller tensors are not worth a read."""
 
@@ -120,7 +125,7 @@ def run(arguments: argparse.Namespace) -> None:
     model, batch = net.model(), net.batch(arguments.batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     trainer, started_s = None, time.perf_counter()
-    if arguments.contestant in TORCH:
+    if arguments.contestant in (*TORCH, *BUDGETS):
         step = torch_step(arguments.contestant, arguments.setting, model, optimizer, batch)
     else:
         trainer = Trainer(
@@ -152,18 +157,26 @@ def run(arguments: argparse.Namespace) -> None:
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS") - held
     print(json.dumps({"base": base, "held": held, "prepared_s": prepared_s, "peak_bytes": peak_bytes}), flush=True)
-    seconds = []
-    for _ in range(arguments.warm_up + arguments.steps):
-        began_s = time.perf_counter()
-        losses.append(step().item())
-        seconds.append(time.perf_counter() - began_s)
+    limits = None
+    if arguments.contestant in BUDGETS:
+        total_bytes = before + budget + ALLOWANCE_BYTES
+        memory = f"{total_bytes} total" if arguments.contestant == "budget" else budget
+        limits = cohabit.budget(memory, model, optimizer, batch, store="file")
+    copies = None if limits is None else CopyTimes(limits)
+    with nullcontext() if limits is None else limits:
+        timed_steps(step, arguments.warm_up, losses)
+        if copies is not None:
+            copies.start()
+        seconds = timed_steps(step, arguments.steps, losses)
+        copied = {} if copies is None else copies.of_step(arguments.steps)
     found: dict[str, Any] = {
-        "seconds": seconds[arguments.warm_up :],
-        "step_s": statistics.median(seconds[arguments.warm_up :]),
+        "seconds": seconds,
+        "step_s": statistics.median(seconds),
         "losses": losses,
         "peak_over_budget": (_status("VmHWM") - before) / budget,
         "cgroup_mib": (cgroup.peak_bytes() - base) / MIB,
         "budget_mib": budget / MIB,
+        **copied,
     }
     if trainer is not None:
         promise, links = trainer.prediction, (trainer.profile.swap_in, trainer.profile.swap_out)
@@ -179,6 +192,16 @@ def run(arguments: argparse.Namespace) -> None:
             "link_bytes_per_s": [link.bandwidth_bytes_per_s for link in links],
         }
     print(json.dumps(found), flush=True)
+
+
+def timed_steps(step: Step, count: int, losses: list[float]) -> list[float]:
+    """Return the seconds of each step; losses are appended."""
+    seconds = []
+    for _ in range(count):
+        began_s = time.perf_counter()
+        losses.append(step().item())
+        seconds.append(time.perf_counter() - began_s)
+    return seconds
 
 
 def _status(name: str) -> int:
