@@ -54,6 +54,8 @@ _DIVIDE_EVERY = 1024
 """Ops between two divisions of the total between tensors and the rest of the process."""
 _LEAST_SCRATCHED = 1 << 20
 """Under a total, the scratch of ops on more bytes than these is measured."""
+_UNKNOWN_SCRATCH = 2
+"""Scratch of an op that has not been measured, over its arguments and results: oneDNN's convolutions take up to 1.9."""
 _TOTAL = " total"
 _PART = 4
 """Calls on lists of tensors are split into parts of at most 1/4 of the budget. Lookaheads stop once they need more."""
@@ -308,7 +310,7 @@ class Budget:
         if self._process is not None and (op_bytes := used_by(used) + expected) > _LEAST_SCRATCHED:
             known = history.scratch_bytes(number)
             is_measured = known is None
-            scratch = op_bytes if known is None else known  # unknown scratch is rarely larger
+            scratch = _UNKNOWN_SCRATCH * op_bytes if known is None else known
         running = _Running(history, number, schema, list(used), expected + scratch)
 
         # It waits while ops of other threads leave too little room, holding nothing that they may need.
