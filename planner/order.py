@@ -17,8 +17,12 @@ it many times; a convolutional network with grouped small parameters reaches 0.1
 
 
 def predecessors(graph: Graph) -> list[set[int]]:
-    """Return the ops that must run before each op: writers of its reads, and earlier readers of tensors it changes."""
+    """Return the ops that must run before each op: writers of its reads, and earlier readers of tensors it changes.
+
+    An op that writes no tensor reads a number out of one, which any later op may take.
+    """
     writer: dict[int, int] = {}
+    numbers: list[int] = []
     readers: dict[int, list[int]] = defaultdict(list)
     before: list[set[int]] = []
     for k, op in enumerate(graph.ops):
@@ -30,7 +34,9 @@ def predecessors(graph: Graph) -> list[set[int]]:
         for t in op.reads:
             readers[t].append(k)
         writer.update((t, k) for t in op.writes)
-        before.append(needed - {k})
+        before.append(needed.union(numbers) - {k})
+        if not op.writes and not op.mutates:
+            numbers.append(k)
     return before
 
 

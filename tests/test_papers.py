@@ -31,6 +31,7 @@ LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE: Final = re.compile(r"`([^`]*)`")
 QUOTIENT: Final = re.compile(r"(\S+) = (?:mean\(([^)]*)\)|(\S+) / (\S+))")
 HEADING: Final = re.compile(r"(#+) (.*)")
+COMMIT: Final = re.compile(r"\bcommit ([0-9a-f]{7,40}(?:-dirty)?)(?![\w-])")
 
 
 class Table(NamedTuple):
@@ -235,6 +236,17 @@ def test_links_lead_to_files_and_sections() -> None:
         if not path.exists() or (anchor and not lines_of(path, anchor)):
             missing.append(target)
     assert missing == []
+
+
+def test_linked_results_were_recorded_from_clean_commits() -> None:
+    documents = (ROOT / "README.md", PAPERS)
+    linked = {(d.parent / t.partition("#")[0]).resolve() for d in documents for t in LINK.findall(d.read_text())}
+    results = {path for path in linked if path.parent == RESULTS and path.suffix == ".md"}
+    measured = sorted(results - {PAPERS, RESULTS / "README.md"})
+    commits = {path.name: COMMIT.findall(path.read_text()) for path in measured}
+    unclean = {name: c for name, c in commits.items() if not c or any(each.endswith("-dirty") for each in c)}
+    assert len(commits) > 1
+    assert unclean == {}
 
 
 def test_names_of_tests_and_modules_are_those_of_the_repository() -> None:

@@ -1,6 +1,6 @@
 """SwapAdvisor's search over time, taken apart, and against chance: its Figures 9 and 10, and the thesis' Figure 4.4.
 
-    python -m benchmarks.planner.ablation --seconds 3 --processes 4 --record
+    python -m benchmarks.planner.ablation --seconds 10 --processes 2 --seeds 0 1 2 --record
 
 Simulated. Every search runs twice: from the first generation of `genetic`, and from random members only.
 """

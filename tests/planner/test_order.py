@@ -5,6 +5,7 @@ import random
 import pytest
 
 from cohabit.planner.check import check
+from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget
 from cohabit.planner.order import by_parameters, has_reuse, in_original_order, predecessors, reordered
 from cohabit.planner.plan import Compute
@@ -21,6 +22,13 @@ def test_ops_run_after_what_they_depend_on(seed: int) -> None:
     position = {k: i for i, k in enumerate(order)}
     assert sorted(order) == list(range(len(graph.ops)))
     assert all(position[j] < position[k] for k, needed in enumerate(before) for j in needed)
+
+
+def test_an_op_that_reads_a_number_runs_before_all_later_ops() -> None:
+    """Their arguments may be the number, of which the graph knows nothing."""
+    tensors = (Tensor("rate", 8, "input"), Tensor("x", PAGE, "input"), Tensor("y", PAGE, "activation"))
+    ops = (Op("item", "item", (0,), ()), Op("scale", "mul", (1,), (2,)))
+    assert predecessors(Graph("scaled", 1, "", tensors, ops, (2,))) == [set(), {0}]
 
 
 def test_an_op_runs_next_to_those_that_read_the_same_weights() -> None:
