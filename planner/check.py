@@ -31,6 +31,7 @@ def check(graph: Graph, profile: Profile | None, plan: Plan) -> None:
     if not violations:
         clocks, violations = _clocks(graph, plan)
         violations += _changes_out_of_order(graph, plan)
+        violations += _numbers_out_of_order(graph, plan)
         violations += _Replay(graph, plan, clocks).violations()
     if violations:
         raise InvalidPlan(violations)
@@ -67,6 +68,18 @@ def _changes_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
                     f" but {state[step.op][i]} times in the graph's order"
                 )
     yield from (wrong[i] for i in sorted(wrong))
+
+
+def _numbers_out_of_order(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Find ops that run before an earlier op that reads a number out of a tensor: it may be their argument."""
+    missing = [k for k, op in enumerate(graph.ops) if not op.writes and not op.mutates]
+    for index, step in enumerate(plan.steps):
+        if isinstance(step, Compute) and missing:
+            if step.op in missing:
+                missing.remove(step.op)
+            for k in [k for k in missing if k < step.op]:
+                yield f"{_name(graph, plan, index)} runs before {graph.ops[k].name}, whose number it may take"
+                missing.remove(k)
 
 
 def _clocks(graph: Graph, plan: Plan) -> tuple[list[Clock], list[str]]:

@@ -269,6 +269,19 @@ def in_place_plan(order: tuple[int, ...]) -> Plan:
     return Plan(graph.fingerprint, "", Memory(3 * PAGE), 3 * PAGE, (), steps)
 
 
+def test_an_op_that_reads_a_number_comes_before_those_that_may_take_it() -> None:
+    tensors = (Tensor("rate", PAGE, "input"), Tensor("x", PAGE, "input"), Tensor("y", PAGE, "activation"))
+    ops = (Op("item", "item", (0,), ()), Op("scale", "mul", (1,), (2,)))
+    graph = Graph("scaled", 1, "", tensors, ops, (2,))
+
+    def plan(*order: int) -> Plan:
+        return Plan(graph.fingerprint, "", Memory(3 * PAGE), 3 * PAGE, (), tuple(Compute(op) for op in order))
+
+    check(graph, None, plan(0, 1))
+    with pytest.raises(InvalidPlan, match="runs before item, whose number it may take"):
+        check(graph, None, plan(1, 0))
+
+
 def test_an_in_place_op_stays_between_those_that_use_its_tensor() -> None:
     check(in_place_graph(), None, in_place_plan((0, 1, 2, 3)))
     for order in ((0, 2, 1, 3), (0, 1, 3, 2), (0, 1, 2, 2, 3)):
