@@ -383,9 +383,9 @@ class Budget:
         result: Any,
         seconds: float,
     ) -> None:
-        """Note how to make an op's results again, once storages have been evicted."""
+        """Note how to make an op's results again."""
         residency = self._residency
-        if not residency.moved_bytes or running.schema.written:
+        if not residency.noting.includes_op() or running.schema.written:
             return
         for tracked in running.made:
             if residency.pays_to_recompute(tracked, seconds):

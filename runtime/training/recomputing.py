@@ -19,6 +19,9 @@ from torch._ops import OpOverload
 
 from cohabit.runtime.training.tracked import LEAST_BYTES, Tracked
 
+_NOTED_OPS: Final = 1 << 13
+"""A step or several."""
+_PAUSED_OPS: Final = 1 << 17
 _BY_ROW: Final = ("aten::_softmax", "aten::_log_softmax", "aten::cat", "aten::native_layer_norm")
 """Ops that qualify although they are not elementwise: one thread computes a row."""
 
@@ -92,6 +95,38 @@ class Recomputation:
             args = [_mapped(value, _tensor_of) for value in self.args]
             kwargs = {name: _mapped(value, _tensor_of) for name, value in self.kwargs.items()}
             self.op(*args, **kwargs, **results)
+
+
+class Noting:
+    """Decides for which ops recomputations are noted. That takes time for each, so it has to be of use.
+
+    It begins when an op has to wait for an eviction, goes on while results are dropped, and pauses if none are.
+    """
+
+    def __init__(self) -> None:
+        self._left = 0
+        """Ops to be noted. Below 0, ops before it may begin again."""
+        self._is_used = False
+
+    def op_waits(self) -> None:
+        if not self._left:
+            self._left = _NOTED_OPS
+
+    def dropped(self) -> None:
+        self._is_used = True
+
+    def includes_op(self) -> bool:
+        """Return whether to note the op that has just run."""
+        if self._left < 0:
+            self._left += 1
+            return False
+        if self._left == 0:
+            return False
+        self._left -= 1
+        if self._left == 0:
+            self._left = _NOTED_OPS if self._is_used else -_PAUSED_OPS
+            self._is_used = False
+        return True
 
 
 def recomputation_of(

@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 
 from cohabit.runtime.training.copying import Copier
+from cohabit.runtime.training.recomputing import Noting
 from cohabit.runtime.training.spill import SpillStore
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
@@ -42,6 +43,7 @@ class Residency:
         """Bytes copied in and out so far."""
         self.recomputed_bytes = 0
         """Bytes computed again so far."""
+        self.noting = Noting()
         self.device = device
         self._spill = spill
         self._copier = copier
@@ -196,11 +198,16 @@ class Residency:
                 continue
             if chosen is None:
                 return False
-            # The op waits now. What costs less to compute again than to copy is dropped at once.
-            if not chosen.is_clean and (dropped := self._choose_dropped(chosen)) is not None:
-                self._drop(dropped)
-            else:
+            if chosen.is_clean:
                 self._evict(chosen)
+                continue
+            # The op waits for a copy. What costs less to compute again is dropped instead, at once.
+            self.noting.op_waits()
+            dropped = self._choose_dropped(chosen)
+            if dropped is None:
+                self._evict(chosen)
+            else:
+                self._drop(dropped)
         return True
 
     def give_size(self, tracked: Tracked) -> None:
@@ -284,6 +291,7 @@ class Residency:
         for given in recomputation.inputs:
             given.tracked.dependents = given.tracked.dependents | {tracked}
         tracked.is_dropped = True
+        self.noting.dropped()
         self._leave(tracked, storage)
 
     def _compute_again(self, tracked: Tracked, storage: Any) -> None:

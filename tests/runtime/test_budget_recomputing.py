@@ -295,6 +295,20 @@ def test_programs_at_random_have_eager_s_bits(limit_bytes: int) -> None:
     assert computed_bytes > 40 * SIZE
 
 
+def test_recomputations_are_noted_while_they_are_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recomputing, "_NOTED_OPS", 3)
+    monkeypatch.setattr(recomputing, "_PAUSED_OPS", 2)
+    noting = recomputing.Noting()
+    assert not noting.includes_op(), "no op has waited"
+    noting.op_waits()
+    noting.dropped()
+    assert [noting.includes_op() for _ in range(6)] == [True] * 6, "a result was dropped, so it goes on"
+    noting.op_waits()
+    assert [noting.includes_op() for _ in range(3)] == [False] * 3, "none was, so it pauses, and then ends"
+    noting.op_waits()
+    assert noting.includes_op()
+
+
 @pytest.mark.parametrize(
     ("op", "qualifies"),
     [
