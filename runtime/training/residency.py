@@ -35,7 +35,7 @@ class Residency:
         self.limit_bytes = NEVER
         self.used_bytes = self.peak_bytes = 0
         self.headroom_bytes = NEVER
-        """Bytes that may be allocated before the process's memory is measured, if the budget is its total."""
+        """If the budget is a total: bytes that may be allocated before the process's memory is measured again."""
         self.reserved_bytes = 0
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
@@ -112,8 +112,8 @@ class Residency:
         tracked.is_clean = False
 
     def compute_dependents(self, tracked: Tracked) -> None:
-        """Make again what was dropped and is computed from these bytes, before they are written."""
-        tracked.writes += 1  # nothing more that depends on them is dropped
+        """Recompute the dropped storages that depend on these bytes. Called before the bytes are written."""
+        tracked.writes += 1  # from now on, results of the old bytes are not dropped
         while live := [dependent for dependent in tracked.dependents if dependent.storage is not None]:
             self.bring_in(live[0])
 
@@ -196,7 +196,7 @@ class Residency:
                 continue
             if chosen is None:
                 return False
-            # The op waits now. What costs less to compute again than to copy is dropped at once.
+            # The op would wait for a copy out. A storage that is cheaper to compute again is dropped instead.
             if not chosen.is_clean and (dropped := self._choose_dropped(chosen)) is not None:
                 self._drop(dropped)
             else:
@@ -204,7 +204,7 @@ class Residency:
         return True
 
     def give_size(self, tracked: Tracked) -> None:
-        """Give an evicted storage its size, without its bytes where that takes no memory."""
+        """Give an evicted storage its size. Swaps in its bytes only where a size alone would take memory."""
         storage = tracked.storage
         if self._copier.takes_memory_at_once:
             self.bring_in(tracked)
@@ -387,7 +387,7 @@ class Residency:
             self._complete(self._copies.popleft())
 
     def enter_stream(self) -> None:
-        """Let the next op run on the calling thread's current stream."""
+        """Take the calling thread's current stream as that of the next op."""
         self._stream = self._copier.current_stream()
 
     def prefetch(self, tracked: Tracked) -> bool:
