@@ -29,7 +29,7 @@ SIZES: Final = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 BEST: Final = 4
 """Number of ways to stream past a pool that are simulated together with its activations."""
 LOOKED_AT: Final = 3
-"""Number of pools for which that is done."""
+"""Number of pools past which BEST ways to stream are simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,10 @@ class OffloadingCandidate:
 
 
 def first_latency_s(problem: Problem) -> float:
-    """Return the latency of the better of two quick plans, of the smallest and the largest pool. Raises
-    InfeasibleBudget."""
+    """Return the latency of the better of two quick plans: one with the smallest pool, one with the largest.
+
+    Raises InfeasibleBudget.
+    """
     searcher = Offloading(problem, 0)
     return min(searcher.evaluate(guess, 0.0).latency_s for guess in searcher.extremes())
 
@@ -109,7 +111,7 @@ class Offloading(Searcher[OffloadingCandidate]):
         return OffloadingCandidate(size, rank, self._past(size).first(), strictly)
 
     def _pool_sizes(self) -> list[int]:
-        """Return pool sizes in bytes, up to the activations' peak or the space beside the least window."""
+        """Return pool sizes in bytes. The largest holds the activations' peak, or leaves ops the least workspace."""
         problem, graph = self.problem, self.problem.graph
         least = page_aligned(self._pools.least_bytes())
         alone, memory = Footprint.of_pool(graph, least), problem.memory
@@ -196,7 +198,7 @@ class OffloadingEmitter:
         return activation if activation != parameter else activation_due <= parameter_due
 
     def _find_returns_due(self) -> list[int]:
-        """Return, for each swap-in of an activation, in order: the first op that uses it or any later one."""
+        """Return per swap-in, in order, the first op that uses this activation or one that is swapped in later."""
         due: list[int] = []
         upcoming = {t: len(self._graph.ops) - 1 for t in self._graph.outputs}
         for verb, what in reversed(self._pool.actions):

@@ -184,7 +184,8 @@ def brute_force(graph: TilingGraph) -> Picks:
 def exact(graph: TilingGraph) -> Picks:
     """Minimize the bytes by an integer linear program; ties go to less memory.
 
-    HiGHS distinguishes costs that differ by 1e-9 of the largest edge; for smaller differences, single picks are tried.
+    HiGHS cannot distinguish costs that differ by less than 1e-9 of the largest edge. Therefore single picks of its
+    solution are changed afterwards, as long as that helps.
     """
     costs = _Costs(graph)
     return _settled(costs, min((_solved(costs, 1), greedy(graph), by_row(graph), by_column(graph)), key=costs.of))
@@ -228,7 +229,7 @@ def _solved(costs: _Costs, sign: int) -> Picks:
             continue
         variables = count + np.arange(pair.size).reshape(pair.shape)
         for group, lines, kinds in ((a, variables, of_a), (b, variables.T, of_b)):
-            for kind, line in enumerate(lines):  # picked pairs match picked choices of their kind
+            for kind, line in enumerate(lines):  # if a choice of this kind is picked, so is one of its pairs
                 choices = first[group] + np.flatnonzero(kinds == kind)
                 equation(np.append(line, choices), np.repeat([1.0, -1.0], [len(line), len(choices)]), 0)
         weights.append(pair.ravel())

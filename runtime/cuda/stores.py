@@ -1,7 +1,7 @@
 """Host stores of a CUDA device: pinned up to a cap, beyond it staged through a small pinned ring.
 
 Pinned parameters are copied directly. Other stores (pageable memory, a file) fill the ring's slots in turn, in the
-thread that issues the copies: the link waits for the host, never for a page fault.
+thread that issues the copies. The link may wait until a slot is filled, but no copy in progress meets a page fault.
 """
 
 import threading

@@ -24,9 +24,11 @@ from cohabit.runtime.lowering.encoding.codec import CODECS, PART, Codec, encode,
 from cohabit.runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
 
 BLOCK_BYTES = 4096
-PIECE_ALIGNMENT, PACKED_ALIGNMENT = 256, 64
-"""Alignment of pieces in a segment, for any device and for oneDNN. CUDA's libraries choose kernels by the alignment of
-their operands; from 256 bytes on, all choose the same."""
+PIECE_ALIGNMENT = 256
+"""Alignment of pieces in a segment, for any device. CUDA's libraries choose kernels by the alignment of their operands;
+from 256 bytes on, all choose the same."""
+PACKED_ALIGNMENT = 64
+"""Alignment of pieces in a segment, if pieces may be packed for oneDNN."""
 COALESCE_BYTES = 256 << 10
 """Neighbouring segments are joined up to this size, because small copies are dominated by latency."""
 LARGE_BYTES = 8 << 20
@@ -58,7 +60,7 @@ class Piece(msgspec.Struct, frozen=True):
 
     @property
     def file_bytes(self) -> int:
-        """Bytes in the file, without padding between pieces if encoded."""
+        """Bytes in the file if the segment is encoded: its pieces follow each other without further padding."""
         return aligned(encoded_bytes(self.codec, self.nbytes), _ENCODED_ALIGNMENT)
 
 

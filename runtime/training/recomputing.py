@@ -1,9 +1,9 @@
 """Recomputation: an op's result is dropped without a copy, and computed again by the same op.
 
 Capuchin (ASPLOS 2020, section 4.4) and HOME recompute where that is cheaper than swapping. A recomputation is valid
-as long as the op's inputs exist and have not been written since, which a count of writes tells. While a result is
-dropped, its inputs are kept alive, and are neither written nor dropped themselves. So a dropped result can always be
-computed again, whatever the loop does.
+as long as the op's inputs exist and have not been written since. Each storage counts its writes, to detect this. While
+a result is dropped, its inputs are kept alive, and are neither written nor dropped themselves. So a dropped result can
+always be computed again, whatever the loop does.
 
 Only ops whose results do not depend on how work is divided among threads qualify: elementwise ones, and a few more.
 """
@@ -48,7 +48,7 @@ class _Layout:
 class _Input:
     tracked: Tracked
     writes: int
-    """Its count when the op ran."""
+    """The storage's count of writes when the op ran."""
     layout: _Layout
 
 
@@ -57,20 +57,21 @@ class Recomputation:
     """An op whose result is dropped and made again."""
 
     op: OpOverload
-    """The form of the op that writes its results to given tensors."""
+    """Overload of the op that writes its results to given tensors."""
     args: tuple[Any, ...]
     """With an `_Input` for each tensor of a tracked storage."""
     kwargs: Mapping[str, Any]
     inputs: list[_Input]
     name: str
-    """Of the result, as the op's parameter."""
+    """The overload's parameter for the result."""
     layout: _Layout
     others: Mapping[str, torch.dtype]
-    """Results that are made with it, and forgotten."""
+    """Dtypes of the op's other results, by parameter. They are computed too, and discarded."""
     writes: int
-    """The result's count when it was made."""
+    """The result's count of writes after the op."""
     threads: int
-    """Of the op: where the loop over elements is divided, vector instructions end, and last bits may differ."""
+    """Number of threads that ran the op. It decides where the loop over elements is split. At a split, vector
+    instructions end, and last bits may differ."""
     seconds: float
     held: list[Any] = field(default_factory=list)
     """The inputs' storages, while the result is dropped."""
@@ -138,9 +139,9 @@ def recomputation_of(
     find: Callable[[Any], Tracked | None],
     seconds: float,
 ) -> Recomputation | None:
-    """Return how to make `tracked`, which an op that has just run has made; None if it cannot be made again.
+    """Return how to compute `tracked` again, a result of the op that has just run; None if that is impossible.
 
-    Tensors below 16 KiB among the arguments are not tracked, and copied.
+    Arguments below 16 KiB are not tracked; the recomputation keeps copies of them.
     """
     form = _form_with_results(op)
     if form is None:
@@ -150,7 +151,7 @@ def recomputation_of(
     if len(wanted) != 1 or not _fills(results[wanted[0]], tracked.nbytes):
         return None
     tensors = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor)]
-    # Without floating-point tensors, numbers take the default dtype, which the loop may change.
+    # Without a floating-point tensor, the op gives Python numbers the default dtype, which the loop may change.
     if not any(tensor.dim() > 0 and tensor.dtype.is_floating_point for tensor in tensors):
         return None
     inputs: list[_Input] = []
@@ -186,7 +187,7 @@ def recomputation_of(
 
 @cache
 def _form_with_results(op: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | None:
-    """Return the form of an op that takes tensors for its results, and these parameters' names.
+    """Return the overload of an op that writes to given tensors, and the names of the parameters for these.
 
     None if the op does not qualify, or has no such form.
     """
@@ -207,7 +208,7 @@ def _form_with_results(op: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | N
 
 
 def _fills(tensor: torch.Tensor, nbytes: int) -> bool:
-    """Whether a tensor has each byte of its storage, once."""
+    """Whether a tensor covers every byte of its storage exactly once."""
     if tensor.layout is not torch.strided or tensor.storage_offset() or tensor.nbytes != nbytes:
         return False
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

@@ -36,7 +36,7 @@ class Residency:
         self.limit_bytes = NEVER
         self.used_bytes = self.peak_bytes = 0
         self.headroom_bytes = NEVER
-        """Bytes that may be allocated before the process's memory is measured, if the budget is its total."""
+        """If the budget is a total: bytes that may be allocated before the process's memory is measured again."""
         self.reserved_bytes = 0
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
@@ -114,8 +114,8 @@ class Residency:
         tracked.is_clean = False
 
     def compute_dependents(self, tracked: Tracked) -> None:
-        """Make again what was dropped and is computed from these bytes, before they are written."""
-        tracked.writes += 1  # nothing more that depends on them is dropped
+        """Recompute the dropped storages that depend on these bytes. Called before the bytes are written."""
+        tracked.writes += 1  # from now on, results of the old bytes are not dropped
         while live := [dependent for dependent in tracked.dependents if dependent.storage is not None]:
             self.bring_in(live[0])
 
@@ -211,7 +211,7 @@ class Residency:
         return True
 
     def give_size(self, tracked: Tracked) -> None:
-        """Give an evicted storage its size, without its bytes where that takes no memory."""
+        """Give an evicted storage its size. Swaps in its bytes only where a size alone would take memory."""
         storage = tracked.storage
         if self._copier.takes_memory_at_once:
             self.bring_in(tracked)
@@ -395,7 +395,7 @@ class Residency:
             self._complete(self._copies.popleft())
 
     def enter_stream(self) -> None:
-        """Let the next op run on the calling thread's current stream."""
+        """Take the calling thread's current stream as that of the next op."""
         self._stream = self._copier.current_stream()
 
     def prefetch(self, tracked: Tracked) -> bool:

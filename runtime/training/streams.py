@@ -1,8 +1,8 @@
 """Copies between a GPU's memory and the host's, ordered with the ops of all streams.
 
-Ops and copies are only issued, and the host runs ahead of the device. Three rules order them, whichever streams the
-loop uses. A copy begins after everything issued before it on the streams of ops. Before a copy's result counts, all of
-these streams wait for its end. A stream that is new waits for all copies so far.
+The host issues ops and copies without waiting for them to end. Three rules order them, whichever streams the loop
+uses. A copy begins after everything issued before it on the streams of ops. A copy's result is used only once the copy
+has ended, or once all of these streams wait for its end. A stream that is new waits for all copies so far.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from cohabit.runtime.training.spill import bytes_of
 from cohabit.runtime.training.tracked import StorageCopy
 
 _LINK_BYTES_PER_S = 25e9
-"""Taken for the speed of every link, as that of PCIe 4 with 16 lanes: the host does not see how long copies take."""
+"""Assumed speed of every link, that of PCIe 4 with 16 lanes: the host does not see how long copies take."""
 
 
 class OpStreams:
@@ -56,10 +56,10 @@ class OpStreams:
             bytes_of(storage).record_stream(self._cuda.current_stream(self._device))
 
     def close(self) -> None:
-        """Wait until autograd's thread for the device has released the last backward pass, and with it the mode.
+        """Wait until autograd's thread for the device has released the last backward pass and our dispatch mode.
 
-        A thread that releases a Python object while the interpreter ends aborts the process. The thread takes one pass
-        after the other, so it has released them all when another pass has ended.
+        A thread that releases a Python object while the interpreter ends aborts the process. The thread runs one pass
+        after the other: when one more pass has ended, all earlier ones are released.
         """
         with torch.inference_mode(False), torch.enable_grad():
             torch.ones((), device=self._device, requires_grad=True).clone().backward()  # type: ignore[no-untyped-call]

@@ -155,9 +155,9 @@ class DataPlane:
     def require_ready(self, model: str, version: str | None = None, request_id: str | None = None) -> ModelInfo:
         """Return a request's model, before its tensors are read.
 
-        Raises Refused, ModelNotFound, or QueueFull. The queue counts as full if as many requests are under way as can
-        wait and execute. After the engine has refused one for a full queue, one at a time is let through until it
-        answers. So little overload reaches the engine.
+        Raises Refused, ModelNotFound, or QueueFull. The queue counts as full once the requests under way fill both the
+        queue and one execution. After the engine has refused a request for a full queue, requests are let through one
+        at a time until the model answers again. This keeps most of an overload away from the engine.
         """
         self._refuse_if_draining()
         info = self.describe(model, version)
@@ -297,8 +297,8 @@ class DataPlane:
     ) -> Answer:
         """Execute a request on its model, or on the model that has replaced it.
 
-        If the model was replaced after the request arrived, and its successor takes the same tensors, the successor
-        executes the request: the current load of `version` or, without one, of the highest READY version.
+        If the model was replaced after the request arrived, its successor executes the request, provided that it takes
+        the same tensors. The successor is the current load of `version`, or of the highest READY version if None.
         """
         try:
             return await self._client.infer(request, info, lease, on_spans)

@@ -9,9 +9,9 @@ Sections of the paper, with its gaps and contradictions:
   after the peak and has ended when the next access begins; a weight for the first ops of an iteration may return at
   the end of the previous iteration. Transfers overlap neither accesses to their tensor nor each other. The tensor must
   be absent at the peak, so only the gap around the peak counts (lines 32-33). The maximum swapping rate is a fraction
-  of the tensors (line 30; the text would forbid a second swap).
-- Recomputation (IV-D) takes the tensor that saves the most memory per second (MSPS, equation 4). Only tensors that are
-  never released otherwise are recomputed, and only from such tensors, so that no swap is disrupted.
+  of the tensors, as in line 30; the paper's text, taken literally, would forbid a second swap.
+- Recomputation (IV-D) takes the tensor that saves the most memory per second (MSPS, equation 4). A tensor is recomputed
+  only if it and the inputs of its op have no other swap or recomputation, so that no swap is disrupted.
 - If scheduling does not suffice, "the Executor will pause the computation and swap the tensors" (III-D). The paper
   does not say which tensors leave; here, the largest at the peak (`press_out`). The pause is not on the time axis.
 """
@@ -29,9 +29,9 @@ from cohabit.planner.schedule.gaps import START, Choice, Gaps
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action
 
 PATIENCE: Final = 100
-"""Iterations after which a schedule that improves too little is abandoned."""
+"""Number of iterations before scheduling may stop because it saves too little."""
 LEAST_GAIN: Final = 0.0005
-"""Fraction of the peak that three iterations must save from then on."""
+"""After PATIENCE iterations, fraction of the peak that the last three must have saved, or scheduling stops."""
 _ORDER: Final = (SWAP_OUT, DROP, SWAP_IN, COMPUTE)
 """Order of actions at the same time."""
 
@@ -158,7 +158,8 @@ class TensileSchedule:
             self._channel.take(out)
         gap.back = back
         self._channel.take(back)
-        if track.kind == "state" and not track.resident and 0 in track.outs:  # from now on it arrives unchanged
+        # A state that is not resident starts on the host: version 0 needs no swap-out.
+        if track.kind == "state" and not track.resident and 0 in track.outs:
             self._channel.release(track.outs.pop(0))
 
     # Swaps: algorithm 2
@@ -296,8 +297,8 @@ def _is_gone(track: TensorAccesses, at_ns: int) -> bool:
 def actions_of(axis: Axis) -> tuple[list[Action], frozenset[int]]:
     """Return one iteration's actions in time order, and the weights resident before and after it.
 
-    A swap-in is issued after the op before its start, and a drop at the start of the tensor's absence, so that at every
-    action the contents of memory match the schedule at that time.
+    A swap-in is issued after the op that precedes its start. A drop is issued when the tensor's absence starts. So at
+    every action, memory contains what the schedule says for that time.
     """
     timed = [(run.start_ns, (COMPUTE, run.op)) for run in axis.runs]
     for track in axis.tracks.values():
