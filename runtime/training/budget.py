@@ -40,7 +40,7 @@ from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.spill import FileSpill, PinnedSpill, RamSpill
 from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread
-from cohabit.runtime.training.tracked import NEVER, Tracked, used_by
+from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, used_by
 
 _log = logging.getLogger("cohabit.training")
 
@@ -106,6 +106,8 @@ class _Running:
     """Expected bytes of its results and scratch."""
     before_bytes: int | None = None
     """Resident memory of the process when it began; None if its scratch is not measured."""
+    growing: Sequence[torch.Tensor] = ()
+    """Uncounted small tensors that it may resize."""
     made: list[Tracked] = field(default_factory=list)
 
     @property
@@ -251,7 +253,7 @@ class Budget:
             run = self._run_view if schema.is_view else self._run_in_parts if schema.takes_lists else self._run
             return run(history, op, schema, args, kwargs)
         finally:
-            if self._interrupts.pending is not None:
+            if self._interrupts.pending:
                 self._interrupts.deliver()
 
     def _run_view(
@@ -312,6 +314,9 @@ class Budget:
             is_measured = known is None
             scratch = _UNKNOWN_SCRATCH * op_bytes if known is None else known
         running = _Running(history, number, schema, list(used), expected + scratch)
+        if schema.may_grow:
+            written = [v for key, v in (*enumerate(args), *kwargs.items()) if key in schema.written]
+            running.growing = [tensor for tensor in written if tensor.nbytes < LEAST_BYTES]
 
         # It waits while ops of other threads leave too little room, holding nothing that they may need.
         while self._running and self._needed_bytes() + running.needed_bytes > residency.limit_bytes:
@@ -326,6 +331,7 @@ class Budget:
                 residency.compute_dependents(tracked)
             if tracked.is_dropped:
                 residency.bring_in(tracked)
+                tracked.recomputation = None  # or it might make room for the op's next argument
 
         process = self._process
         self._running.append(running)
@@ -363,6 +369,8 @@ class Budget:
         running.reserved_bytes = 0
         if schema.makes_results:
             running.made = self._made(result, running.used)
+        elif running.growing:
+            running.made = self._made(running.growing, running.used)
         if self._process is not None and running.before_bytes is not None:
             scratch = self._process.peak_bytes() - running.before_bytes - used_by(running.made)
             running.history.set_scratch(running.number, max(scratch, 0))
@@ -428,11 +436,13 @@ class Budget:
                 nbytes += sizes[end]
                 end += 1
 
-            def part(value: Any, start: int = start, end: int = end) -> Any:
-                return value[start:end] if isinstance(value, list | tuple) and len(value) == length else value
+            def part(key: int | str, value: Any, start: int = start, end: int = end) -> Any:
+                is_list = isinstance(value, list | tuple) and len(value) == length
+                return value[start:end] if is_list or key in schema.scalars else value
 
-            some_kwargs = {name: part(value) for name, value in kwargs.items()}
-            result = self._run(history, op, schema, tuple(map(part, args)), some_kwargs)
+            some_args = tuple(part(position, value) for position, value in enumerate(args))
+            some_kwargs = {name: part(name, value) for name, value in kwargs.items()}
+            result = self._run(history, op, schema, some_args, some_kwargs)
             if isinstance(result, list | tuple):
                 results.extend(result)
             start = end
@@ -452,7 +462,7 @@ class Budget:
             elif isinstance(value, list | tuple):
                 tensors = value
             else:
-                if isinstance(value, int):
+                if isinstance(value, int | torch.dtype):
                     sizes.append(value)
                 continue
             is_written = key in schema.written or not schema.is_trusted
@@ -461,7 +471,11 @@ class Budget:
                     if isinstance(tensor, int):
                         sizes.append(tensor)
                     continue
-                sizes.append(tensor.shape)
+                try:
+                    sizes.append(tensor.shape)
+                except RuntimeError as error:
+                    raise UnsupportedModel(f"{schema.name}: a budget takes no nested tensors ({error})") from None
+                sizes.append(tensor.dtype)
                 for storage in storages_of(tensor):
                     if (tracked := self._residency.find(storage)) is not None:
                         used[tracked] = is_written or used.get(tracked, False)

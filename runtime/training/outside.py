@@ -23,7 +23,9 @@ from cohabit.runtime.training.tracked import Tracked
 
 _VIEWED: Final = ("numpy", "__array__")
 """Tensor methods that return an array over the same bytes: pinned until the array and its views are gone."""
-_READ: Final = ("__deepcopy__", "apply_", "map2_", "map_", "tolist")
+_READ: Final = (
+    "__deepcopy__", "__format__", "__repr__", "apply_", "map2_", "map_", "tensor_split", "tolist",
+)  # fmt: skip
 """Tensor methods that read or write only during the call."""
 _TAKEN: Final = ("__dlpack__", "data_ptr", "share_memory_")
 """Tensor methods with unknown later readers: pinned until the budget's end, or the end of a call that saves."""
@@ -224,6 +226,17 @@ def watching(
 
         return method
 
+    def arithmetic(real: Any) -> Any:
+        """It changes what ops compute: what was dropped is computed again before."""
+
+        @wraps(real)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                residency.forget_recomputations()
+                return real(*args, **kwargs)
+
+        return function
+
     # The stack restores all originals, also if a replacement fails.
     with ExitStack() as stack:
         for owner, names, wrap in (
@@ -235,6 +248,9 @@ def watching(
             (torch.UntypedStorage, _STORAGE_TAKEN, taken),
             (torch.UntypedStorage, _STORAGE_SIZE, sized),
             (torch, ("save",), saving),
+            (torch, ("tensor_split",), read),
+            (torch.utils.dlpack, ("to_dlpack",), taken),
+            (torch, ("set_flush_denormal",), arithmetic),
             (sys.modules.get("safetensors.torch"), ("save", "save_file", "save_model"), saving),
             (threading.Thread, ("start",), started),
             (torch.cuda.CUDAGraph, ("capture_begin", "replay"), refused),

@@ -19,6 +19,10 @@ from torch._ops import OpOverload
 
 from cohabit.runtime.training.tracked import LEAST_BYTES, Tracked
 
+_ABOVE_KERNELS: Final = torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full_after(
+    torch._C.DispatchKey.Python
+)
+"""Dispatch keys of everything that changes what an op means: transforms, autocast, autograd, modes."""
 _NOTED_OPS: Final = 1 << 13
 """A step or several."""
 _PAUSED_OPS: Final = 1 << 17
@@ -147,6 +151,8 @@ def recomputation_of(
     if form is None:
         return None
     results = result if isinstance(result, tuple) else (result,)
+    if not all(map(_is_plain, results)):
+        return None
     wanted = [n for n, tensor in enumerate(results) if find(tensor.untyped_storage()) is tracked]
     if len(wanted) != 1 or not _fills(results[wanted[0]], tracked.nbytes):
         return None
@@ -166,9 +172,9 @@ def recomputation_of(
         return inputs[-1]
 
     for tensor in tensors:
-        if tensor.layout is not torch.strided:
+        if not _is_plain(tensor):
             return None
-        if tensor.untyped_storage().nbytes() >= LEAST_BYTES and find(tensor.untyped_storage()) is None:
+        if find(tensor.untyped_storage()) is None and not _is_copied_exactly(tensor):
             return None  # its writes are not counted
     overload, names = form
     return Recomputation(
@@ -207,9 +213,25 @@ def _form_with_results(op: OpOverload) -> tuple[OpOverload, tuple[str, ...]] | N
     return None
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is its bytes and its layout: not sparse, not a lazy negation or conjugate, not nested."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not tensor._is_zerotensor()
+    )
+
+
+def _is_copied_exactly(tensor: torch.Tensor) -> bool:
+    """Whether a copy of a small tensor has its strides, which decide how a loop over elements is divided."""
+    return tensor.nbytes < LEAST_BYTES and bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
 def _fills(tensor: torch.Tensor, nbytes: int) -> bool:
     """Whether a tensor covers every byte of its storage exactly once."""
-    if tensor.layout is not torch.strided or tensor.storage_offset() or tensor.nbytes != nbytes:
+    if tensor.storage_offset() or tensor.nbytes != nbytes:
         return False
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
@@ -232,12 +254,11 @@ def _tensor_of(value: Any) -> Any:
 
 @contextmanager
 def _undisturbed(threads: int) -> Iterator[None]:
-    """Run ops below autograd, autocast and dispatch modes, with this number of threads."""
+    """Run ops as the device's kernels alone: below functorch, autocast, autograd and modes, with so many threads."""
     before = torch.get_num_threads()
     with ExitStack() as stack:
-        stack.enter_context(torch._C._AutoDispatchBelowAutograd())
-        stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(torch._C._DisableTorchDispatch())
+        stack.enter_context(torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS))
         if threads != before:
             torch.set_num_threads(threads)
             stack.callback(torch.set_num_threads, before)

@@ -21,6 +21,7 @@ from cohabit.runtime.training.tracked import (
     StorageCopy,
     StorageRef,
     Tracked,
+    has_bytes,
     resize_storage,
     storage_nbytes,
 )
@@ -65,7 +66,9 @@ class Residency:
     def track(self, storage: Any) -> Tracked | None:
         """Count a storage from now on. Returns None if it is too small, or on another device."""
         found = self.find(storage)
-        if found is None and storage_nbytes(storage) >= LEAST_BYTES and storage.device == self.device:
+        if found is not None or storage_nbytes(storage) < LEAST_BYTES or storage.device != self.device:
+            return found
+        if has_bytes(storage):
             found = Tracked(storage, self._deaths, self._stream)
             self._tracked[found.key] = found
             self._allocated(found.nbytes)
@@ -84,13 +87,15 @@ class Residency:
         while self._deaths:
             tracked = self._deaths.popleft().tracked
             tracked.is_dead = True
+            self._evictable.pop(tracked, None)
+            if not tracked.is_out and tracked.is_counted:
+                self.used_bytes -= tracked.nbytes
+            tracked.is_counted = False
             if self._tracked.get(tracked.key) is tracked:
                 del self._tracked[tracked.key]
-            self._evictable.pop(tracked, None)
-            if not tracked.is_out:
-                self.used_bytes -= tracked.nbytes
             self._release_slot(tracked)
             self._release_inputs(tracked)
+            tracked.recomputation = None  # it refers to its inputs, and these to theirs
         freed_bytes = before - self.used_bytes
         while self._copies and self._copies[0].end.is_set():
             self._complete(self._copies.popleft())
@@ -234,6 +239,7 @@ class Residency:
         for tracked in self._tracked.values():
             self._release_slot(tracked)
             tracked.recomputation = None
+            tracked.is_counted = False
         self._tracked.clear()
         self._evictable.clear()
         self.used_bytes = 0
@@ -290,9 +296,9 @@ class Residency:
         recomputation.held = held
         for given in recomputation.inputs:
             given.tracked.dependents = given.tracked.dependents | {tracked}
-        tracked.is_dropped = True
-        self.noting.dropped()
+        tracked.is_dropped = tracked.is_out = True
         self._leave(tracked, storage)
+        self.noting.dropped()
 
     def _compute_again(self, tracked: Tracked, storage: Any) -> None:
         recomputation = tracked.recomputation
@@ -319,6 +325,16 @@ class Residency:
         finally:
             for used in needed:
                 used.uses -= 1
+
+    def forget_recomputations(self) -> None:
+        """Compute again everything that was dropped, and note nothing of the ops so far."""
+        self.enter_stream()
+        for tracked in list(self._tracked.values()):
+            if tracked.is_dropped:
+                self.bring_in(tracked)
+        for tracked in self._tracked.values():
+            if not tracked.is_dropped:
+                tracked.recomputation = None
 
     def _release_inputs(self, tracked: Tracked) -> None:
         """Let the inputs of a dropped storage go."""

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 
 _LIST_OPS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 """Ops that compute list elements independently: a call on the lists equals calls on parts of them."""
+_RESIZING = ("aten::resize", "aten::set_")
 _COMMUNICATION = "c10d::"
 """Operations of torch.distributed, which other threads carry out."""
 _UNDECLARED_WRITES = ("running_mean", "running_var")
@@ -29,6 +30,10 @@ class OpSchema:
     is_trusted: bool
     """The schema is torch's. Other libraries' ops may write any argument."""
     takes_lists: bool
+    scalars: frozenset[int | str]
+    """Tensors with a number for each element of the lists."""
+    may_grow: bool
+    """It may resize its written arguments."""
     outlives_call: bool
     """It goes on using its arguments' memory after it has returned."""
 
@@ -54,6 +59,12 @@ def schema_of(op: OpOverload) -> OpSchema:
         written=written,
         is_trusted=schema.name.startswith("aten::"),
         takes_lists=schema.name.startswith(_LIST_OPS),
+        scalars=frozenset(
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(schema.arguments)
+            if argument.name == "scalars" and isinstance(argument.type, torch.TensorType)
+        ),
+        may_grow=schema.overload_name.endswith("out") or schema.name.startswith(_RESIZING),
         outlives_call=schema.name.startswith(_COMMUNICATION),
     )
 

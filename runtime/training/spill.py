@@ -16,7 +16,7 @@ from torch._C import StorageBase
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import aligned
-from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.stores.direct import open_direct, read_fully, write_fully
 from cohabit.runtime.stores.pages import Bytes, anonymous_memory
 
@@ -141,6 +141,11 @@ class _FileSlot:
             write_fully(self._file.descriptor, piece[: aligned(len(part), _BLOCK_BYTES)], self._offset + start)
 
     def load(self, storage: Any) -> None:
+        if os.getpid() != self._file.process_id:
+            raise UnsupportedModel(
+                "budget: a forked process reads a tensor that was out when it was forked, from a file in which its"
+                " parent goes on writing; start it by 'spawn', or set store='ram'"
+            )
         piece = self._file.piece()
         for start in range(0, self._nbytes, _PIECE_BYTES):
             part = piece[: min(_PIECE_BYTES, self._nbytes - start)]
@@ -177,6 +182,7 @@ class FileSpill:
         self.descriptor = open_direct(Path(path), os.O_RDWR)
         os.unlink(path)
         weakref.finalize(self, os.close, self.descriptor)
+        self.process_id = os.getpid()
         self._folder = folder
         self._end = 0
         self._free: dict[int, list[SpillSlot]] = defaultdict(list)

@@ -22,7 +22,16 @@ _SMOOTHING: Final = 64
 
 storage_nbytes: Callable[[Any], int] = StorageBase.nbytes  # type: ignore[attr-defined]
 resize_storage: Callable[[Any, int], Any] = StorageBase.resize_  # type: ignore[attr-defined]
+_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
 """Torch's originals: `outside.py` replaces these methods of `UntypedStorage`."""
+
+
+def has_bytes(storage: Any) -> bool:
+    """Whether a storage has memory. That of a tensor of zeros that forward differentiation makes has none."""
+    try:
+        return _address(storage) != 0
+    except RuntimeError:
+        return False
 
 
 class StorageRef(weakref.ref[Any]):
@@ -62,8 +71,8 @@ class Tracked:
     """A storage counted by the budget, in memory or out."""
 
     __slots__ = (
-        "copy", "dependents", "is_clean", "is_dead", "is_dropped", "is_out", "is_pinned", "key", "last_use", "nbytes",
-        "next_use", "pace", "recomputation", "ref", "slot", "stream", "uses", "writes",
+        "copy", "dependents", "is_clean", "is_counted", "is_dead", "is_dropped", "is_out", "is_pinned", "key",
+        "last_use", "nbytes", "next_use", "pace", "recomputation", "ref", "slot", "stream", "uses", "writes",
     )  # fmt: skip
 
     def __init__(self, storage: Any, deaths: deque[StorageRef], stream: int) -> None:
@@ -73,6 +82,8 @@ class Tracked:
         self.ref.tracked = self
         self.slot: SpillSlot | None = None
         self.is_out = self.is_dead = False
+        self.is_counted = True
+        """Part of the bytes in use: the context has not been left since."""
         self.is_dropped = False
         """It is out without a copy: its recomputation makes it again."""
         self.recomputation: Recomputation | None = None
