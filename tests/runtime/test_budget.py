@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cohabit
 from cohabit.planner.memory import parse_size
-from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.training.tracked import LEAST_BYTES
 
 WIDTH, ROWS, STEPS = 96, 64, 4
@@ -351,6 +351,115 @@ def test_arrays_and_pointers_stay_where_they_are_read() -> None:
         plain(net, optimizer)
         assert weight.data_ptr() == address
         assert np.array_equal(view, expected.numpy()[1:])
+
+
+def test_an_evicted_tensor_is_printed() -> None:
+    model = nn.Linear(300, 300)
+    expected = repr(model.weight), f"{model.weight}"
+    with cohabit.budget("800KB", model):
+        others = [torch.ones(50_000) for _ in range(6)]
+        assert StorageBase.nbytes(model.weight.untyped_storage()) == 0
+        assert (repr(model.weight), f"{model.weight}") == expected
+        del others
+
+
+def test_a_handler_that_raises_is_called_between_two_ops() -> None:
+    """An exception between two lines of the budget's would leave an op half begun, and others waiting for its end."""
+
+    class Late(Exception):
+        pass
+
+    def raises(number: int, frame: Any) -> None:
+        raise Late
+
+    def until_late() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.001)
+        while True:
+            for tensor in tensors:
+                tensor.add_(0)
+
+    tensors = [torch.ones(50_000) for _ in range(6)]
+    before = signal.signal(signal.SIGALRM, raises)
+    try:
+        with cohabit.budget("800KB", tensors):
+            for _ in range(60):
+                with pytest.raises(Late):
+                    until_late()
+            assert signal.signal(signal.SIGALRM, raises) is raises
+        assert signal.getsignal(signal.SIGALRM) is raises
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert all(torch.equal(tensor, torch.ones(50_000)) for tensor in tensors)
+
+
+def test_lists_with_a_tensor_of_scalars_are_split() -> None:
+    p, a, b = ([torch.ones(60_000) for _ in range(8)] for _ in range(3))
+    with cohabit.budget("3MiB", p, a, b):
+        torch._foreach_addcdiv_(p, a, b, torch.arange(8.0))
+    assert [each[0].item() for each in p] == [1.0 + n for n in range(8)]
+
+
+def test_the_same_op_on_another_dtype_makes_other_bytes() -> None:
+    halves = [torch.ones(500_000, dtype=torch.bfloat16) for _ in range(3)]
+    with cohabit.budget("8MB", halves) as limits:
+        for half in halves:
+            half.mul(2)
+        for _ in range(2):
+            wholes = [half.to(torch.float32) for half in halves]
+            wholes = [whole.mul(2) for whole in wholes]
+        assert limits.peak_bytes <= 8_000_000
+        del wholes
+
+
+def test_what_an_op_makes_grow_is_counted() -> None:
+    a = torch.ones(100_000)
+    with cohabit.budget("1MB", a) as limits:
+        made = [torch.mul(a, 2, out=torch.empty(0)) for _ in range(4)]
+        assert sum(StorageBase.nbytes(x.untyped_storage()) for x in (a, *made)) <= 1_000_000
+        assert limits.used_bytes <= 1_000_000
+    assert all(torch.equal(x, torch.full((100_000,), 2.0)) for x in made)
+
+
+def test_a_tensor_that_dies_between_two_entries_is_not_subtracted_again() -> None:
+    a = torch.ones(100_000)
+    limits = cohabit.budget("1MB", a)
+    with limits:
+        b = a + 1
+    with limits:
+        del b
+        torch.zeros(1)
+        assert limits.used_bytes == a.nbytes
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The PyTorch API of nested tensors")
+def test_tensors_without_bytes_and_nested_ones() -> None:
+    model = nn.Linear(200, 200)
+    x = torch.randn(64, 200)
+    expected = torch.func.jvp(model, (x,), (x,))
+    with cohabit.budget("1MB", model):
+        for _ in range(3):
+            found = torch.func.jvp(model, (x,), (x,))
+            _ = [torch.ones(50_000) for _ in range(6)]
+        with pytest.raises(UnsupportedModel, match="nested tensors"):
+            torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)]).sin()
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_forked_process_is_refused_what_its_parent_overwrites() -> None:
+    tensors = [torch.ones(50_000) for _ in range(6)]
+    with cohabit.budget("800KB", tensors, store="file"):
+        for tensor in tensors:
+            tensor.add_(1)
+        (out,) = [x for x in tensors if StorageBase.nbytes(x.untyped_storage()) == 0][:1]
+        child = os.fork()
+        if not child:
+            try:
+                out.sum()
+            except UnsupportedModel:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_what_a_collective_reads_after_its_call_stays(tmp_path: Path) -> None:

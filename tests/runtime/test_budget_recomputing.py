@@ -1,5 +1,6 @@
 """`cohabit.budget` over a slow link: cheap results are dropped and computed again, with eager PyTorch's bits."""
 
+import gc
 import random
 import weakref
 from collections.abc import Callable
@@ -191,6 +192,82 @@ def test_a_dropped_result_keeps_its_input_alive_and_lets_it_go() -> None:
         del y
         torch.zeros(1)
         assert limits.used_bytes == 0
+
+
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return torch.complex(x, x).conj().imag.contiguous()
+
+
+def with_a_small_expanded_argument(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return torch.pow(torch.rand(1024).add(0.5).expand(SIZE // 4096, 1024), x.view(-1, 1024))
+
+
+def sparse(x: torch.Tensor) -> torch.Tensor:
+    places = torch.arange(len(x)).unsqueeze(0)
+    return torch.sparse_coo_tensor(places, x, (len(x),), check_invariants=True).coalesce().sqrt().values()
+
+
+@pytest.mark.parametrize("op", [negated, with_a_small_expanded_argument, sparse])
+def test_what_a_layout_does_not_tell_is_not_computed_again(op: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    expected = op(tensor(0.3))
+    with cohabit.budget(12 * SIZE, torch.zeros(9)):
+        press()
+        x = tensor(0.3)
+        y = op(x)
+        press()
+        assert torch.equal(y, expected)
+
+
+def test_a_result_is_computed_again_below_a_transform() -> None:
+    with cohabit.budget(9 * SIZE, torch.zeros(9)) as limits:
+        press()
+        x = tensor(0.5)
+        y = x.exp()
+        press()
+        read: list[float] = []
+        torch.func.functionalize(lambda w: read.append(float(y.numpy()[0])) or w)(torch.ones(2))
+        assert limits.recomputed_bytes == SIZE
+    assert read == [tensor(0.5).exp()[0].item()]
+
+
+def test_a_result_is_computed_again_before_arithmetic_changes() -> None:
+    with cohabit.budget(9 * SIZE, torch.zeros(9)):
+        press()
+        x = tensor(1e-39)
+        y = x * 0.5
+        press()
+        assert is_out(y)
+        if not torch.set_flush_denormal(True):
+            pytest.skip("the processor has no such mode")
+        try:
+            halved = y.view(torch.int32)[0].item()
+        finally:
+            torch.set_flush_denormal(False)
+    assert halved == torch.full((1,), 1e-39).mul(0.5).view(torch.int32).item() != 0
+
+
+@pytest.mark.parametrize("count", [5, 6, 7])
+def test_several_arguments_are_computed_again_within_the_limit(count: int) -> None:
+    with cohabit.budget(count * SIZE, torch.zeros(9)) as limits:
+        junk = [tensor(0.0) for _ in range(count + 2)]
+        low, high, x = tensor(0.1), tensor(0.2), tensor(0.15)
+        least, most = low.minimum(high), low.maximum(high)
+        junk = [tensor(0.0) for _ in range(count)]
+        limits.reset_peak()
+        assert torch.equal(torch.clamp(x, least, most), tensor(0.15))
+        assert limits.peak_bytes <= count * SIZE
+        del junk
+
+
+def test_a_chain_of_results_leaves_nothing_behind() -> None:
+    with cohabit.budget(9 * SIZE, torch.zeros(9)):
+        press()
+        average = tensor(1.0)
+        for _ in range(200):
+            average = average * 0.99
+        gc.collect()
+        assert sum(isinstance(found, recomputing.Recomputation) for found in gc.get_objects()) < 20
 
 
 def test_an_input_is_written_after_the_death_of_what_depends_on_it() -> None:
