@@ -192,7 +192,7 @@ class ServeConfig:
     shape_buckets: ShapeBuckets | None = setting(
         None,
         "--shape-buckets",
-        "sizes to plan for, of each dynamic dimension other than the batch, or of named ones"
+        "sizes to plan for, of each dynamic dimension except the batch, or of named ones"
         " ('tokens.1=16,64;image.2=224'); requests above the largest size are refused (default: powers of two from 16"
         " on, and the largest size that the model was exported for)",
         shape_buckets,

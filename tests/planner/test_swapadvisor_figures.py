@@ -62,7 +62,8 @@ def figure_1(alignment: int = 1) -> Graph:
     ]
     for name in LEFT[:0:-1]:
         again = [number[t] for t in reads[name] if t[0] == "A"] + ([number["A5"]] if name == "Concat" else [])
-        ops.append(Op(f"{name}'", "any", tuple(again), ()))
+        ops.append(Op(f"{name}'", "any", tuple(again), (len(tensors),)))
+        tensors.append(Tensor(f"{name}'", 0, "activation", alignment))  # a gradient, which the figure leaves out
     graph = Graph("figure1", 1, "weights", tuple(tensors), tuple(ops), ())
     graph.validate()
     return graph

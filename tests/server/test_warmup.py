@@ -122,4 +122,4 @@ def test_files_lie_in_the_models_own_folder(tmp_path: Path, name: str) -> None:
             assert isinstance(found, ModelSource)
             assert list(found.warmup_files) == ["row"]
     assert isinstance(found, Unloadable)
-    assert name.rpartition("/")[2] in found.reason or "no regular file" in found.reason
+    assert name.rpartition("/")[2] in found.reason or "not a regular file" in found.reason
