@@ -11,6 +11,9 @@ from torch._ops import OpOverload
 _LIST_OPS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 """Ops that compute list elements independently: a call on the lists equals calls on parts of them."""
 _RESIZING = ("aten::resize", "aten::set_")
+_RECURRENT = "aten::mkldnn_rnn_layer"
+_WORKSPACE = 16
+"""oneDNN's LSTM returns a workspace of about 16 times the bytes of its output, which has none on meta tensors."""
 _COMMUNICATION = "c10d::"
 """Operations of torch.distributed, which other threads carry out."""
 _UNDECLARED_WRITES = ("running_mean", "running_var")
@@ -89,4 +92,7 @@ def result_bytes(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
     except Exception:
         return None
     sizes = {storage._cdata: storage.nbytes() for storage in made}
-    return sum(nbytes for storage, nbytes in sizes.items() if storage not in given)
+    made_bytes = sum(nbytes for storage, nbytes in sizes.items() if storage not in given)
+    if op._schema.name == _RECURRENT:
+        made_bytes += _WORKSPACE * max(sizes.values())
+    return made_bytes

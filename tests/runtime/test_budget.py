@@ -412,6 +412,16 @@ def test_the_same_op_on_another_dtype_makes_other_bytes() -> None:
         del wholes
 
 
+def test_an_lstm_s_first_call_has_room_for_its_workspace() -> None:
+    net = nn.LSTM(128, 128)
+    x = torch.randn(50, 8, 128)
+    with cohabit.budget("8MB", net) as limits:
+        others = [torch.ones(250_000) for _ in range(7)]
+        net(x)[0].sum().backward()
+        assert limits.peak_bytes <= 8_000_000
+        del others
+
+
 def test_what_an_op_makes_grow_is_counted() -> None:
     a = torch.ones(100_000)
     with cohabit.budget("1MB", a) as limits:
