@@ -315,8 +315,9 @@ class Budget:
             scratch = _UNKNOWN_SCRATCH * op_bytes if known is None else known
         running = _Running(history, number, schema, list(used), expected + scratch)
         if schema.may_grow:
-            written = [v for key, v in (*enumerate(args), *kwargs.items()) if key in schema.written]
-            running.growing = [tensor for tensor in written if tensor.nbytes < LEAST_BYTES]
+            written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in schema.written]
+            tensors = [tensor for value in written for tensor in (value if isinstance(value, list) else [value])]
+            running.growing = [t for t in tensors if t.layout is torch.strided and t.nbytes < LEAST_BYTES]
 
         # It waits while ops of other threads leave too little room, holding nothing that they may need.
         while self._running and self._needed_bytes() + running.needed_bytes > residency.limit_bytes:

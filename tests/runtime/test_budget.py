@@ -426,6 +426,9 @@ def test_what_an_op_makes_grow_is_counted() -> None:
     a = torch.ones(100_000)
     with cohabit.budget("1MB", a) as limits:
         made = [torch.mul(a, 2, out=torch.empty(0)) for _ in range(4)]
+        halves = [torch.empty(0), torch.empty(0)]
+        torch.split_with_sizes_copy(a, [50_000, 50_000], out=halves)
+        assert torch.equal(torch.cat(halves), a)
         assert sum(StorageBase.nbytes(x.untyped_storage()) for x in (a, *made)) <= 1_000_000
         assert limits.used_bytes <= 1_000_000
     assert all(torch.equal(x, torch.full((100_000,), 2.0)) for x in made)
