@@ -267,7 +267,7 @@ def test_a_chain_of_results_leaves_nothing_behind() -> None:
         for _ in range(200):
             average = average * 0.99
         gc.collect()
-        assert sum(isinstance(found, recomputing.Recomputation) for found in gc.get_objects()) < 20
+        assert sum(type(found) is recomputing.Recomputation for found in gc.get_objects()) < 20
 
 
 def test_an_input_is_written_after_the_death_of_what_depends_on_it() -> None:
