@@ -1,4 +1,4 @@
-"""Issues an inference to the three streams, from one thread, or from two, of which one issues the swap-ins.
+"""Issues an inference to the three streams, from one thread, or from two: a second one for the swap-ins.
 
 In CUDA, a wait issued before its event's record waits for nothing. With two threads, each CUDA event therefore has a
 `threading.Event`, which is set once the record is issued. A thread blocks on it before it issues the wait.

@@ -30,10 +30,19 @@ from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.training.copying import CopyThread
+from cohabit.runtime.training.first_step import FirstStep
 from cohabit.runtime.training.history import History
 from cohabit.runtime.training.interrupts import Interrupts
 from cohabit.runtime.training.outside import Pins, watching
-from cohabit.runtime.training.owners import Owner, distinct_storages, flat, rehome, storages_of, tensors_of
+from cohabit.runtime.training.owners import (
+    Owner,
+    device_of,
+    distinct_storages,
+    flat,
+    rehome,
+    storages_of,
+    tensors_of,
+)
 from cohabit.runtime.training.process_limit import ProcessLimit
 from cohabit.runtime.training.recomputing import recomputation_of
 from cohabit.runtime.training.residency import Residency
@@ -146,7 +155,7 @@ class Budget:
         self._limit_bytes = limit_bytes
         self._process: ProcessLimit | None = None
         self._warned_bytes = 0
-        self._device = _device_of(tensors_of(self._owners))
+        self._device = device_of(tensors_of(self._owners))
         if self._is_total and self._device.type != "cpu":
             raise ValueError(
                 f"memory '{memory}' is of the process's resident memory, and the owners are on {self._device}: give a"
@@ -192,7 +201,7 @@ class Budget:
 
     def __enter__(self) -> Self:
         tensors = list(tensors_of(self._owners))
-        if (device := _device_of(tensors)) != self._device:
+        if (device := device_of(tensors)) != self._device:
             raise UnsupportedModel(
                 f"budget: the owners have moved from {self._device} to {device}; make the budget after that"
             )
@@ -217,13 +226,15 @@ class Budget:
             self._residency.peak_bytes = self._residency.used_bytes
             if self._limit_bytes is not None and self._is_total:
                 self._process = ProcessLimit(self._limit_bytes)
-                self._divide(self._process)
+                self._process.divide(self._residency)
                 if not self._residency.limit_bytes:
                     raise self._process.exceeded()
+                self._residency.measure = partial(self._process.measure, self._residency)
             elif self._limit_bytes is not None:
                 self._residency.limit_bytes = self._limit_bytes
             elif self._share is not None:
-                context.enter_context(self._measured_step(self._share))
+                first = FirstStep(self._optimizers, self._residency, self._lock, self._share)
+                context.enter_context(first.measured())
             context.enter_context(_Mode(self))
             self._context = context.pop_all()
         return self
@@ -334,7 +345,6 @@ class Budget:
                 residency.bring_in(tracked)
                 tracked.recomputation = None  # or it might make room for the op's next argument
 
-        process = self._process
         self._running.append(running)
         for tracked, is_written in used.items():
             tracked.uses += 1
@@ -342,9 +352,7 @@ class Budget:
                 residency.changed(tracked)
         try:
             allocated = residency.incoming_bytes(used) + running.reserved_bytes
-            residency.make_room(allocated)
-            if process is not None and allocated + residency.reserved_bytes > residency.headroom_bytes:
-                self._measure(process, allocated)
+            residency.take_room(allocated)
             for tracked in used:
                 residency.use(tracked)
                 if schema.outlives_call:
@@ -354,9 +362,9 @@ class Budget:
             self._end(running)
             raise
         residency.reserved_bytes += running.reserved_bytes
-        if process is not None and is_measured:
+        if self._process is not None and is_measured:
             release_free_memory()  # scratch in memory that was there already would not be seen
-            running.before_bytes = process.start_peak()
+            running.before_bytes = self._process.start_peak()
         return running
 
     def _needed_bytes(self) -> int:
@@ -412,9 +420,9 @@ class Budget:
     def _record(self, history: History, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
         history.record(number, used, made)
         if self._process is not None and history.position % _DIVIDE_EVERY == 0:
-            self._divide(self._process)
+            self._process.divide(self._residency)
         elif self._process is not None and history.position % _MEASURE_EVERY == 0:
-            self._measure(self._process, 0)
+            self._process.measure(self._residency, 0)
         if history.position % _LOOK_EVERY == 0:
             self._look_ahead(history)
 
@@ -522,28 +530,6 @@ class Budget:
                 "%s %s, %.0f %% of the first step's peak", needs, format_bytes(limit_bytes), 100 * self._share
             )
 
-    def _measure(self, process: ProcessLimit, nbytes: int) -> None:
-        """Make sure that `nbytes` may be allocated, beside what running ops may, without exceeding the total.
-
-        Freed memory that the C library keeps counts as the process's, but is mostly used again, without page faults. So
-        it is returned to the system only if it is in the way.
-        """
-        residency = self._residency
-        residency.headroom_bytes = process.headroom_bytes(residency.arriving_bytes)
-        if residency.headroom_bytes < nbytes + residency.reserved_bytes:
-            self._divide(process, nbytes)
-
-    def _divide(self, process: ProcessLimit, nbytes: int = 0) -> None:
-        """Limit tensors to the part of the total that the rest of the process leaves, and make room for `nbytes`."""
-        residency = self._residency
-        release_free_memory()  # otherwise it would count as the rest
-        residency.limit_bytes = process.tensor_bytes(residency.used_bytes - residency.arriving_bytes)
-        before = residency.used_bytes
-        residency.make_room(nbytes)
-        if residency.used_bytes < before:
-            release_free_memory()
-        residency.headroom_bytes = process.headroom_bytes(residency.arriving_bytes)
-
     def _look_ahead(self, history: History) -> None:
         """Start copies for a loop's next ops: writes that make room, then prefetches."""
         limit_bytes = self._residency.limit_bytes
@@ -561,6 +547,7 @@ class Budget:
         """Swap everything back in. Other threads' ops wait for that, and then run without the budget."""
         with self._lock:
             process, self._process = self._process, None
+            self._residency.measure = None
             try:
                 self._residency.bring_all_in()
             finally:
@@ -569,54 +556,12 @@ class Budget:
                 if process is not None:
                     process.close()
 
-    @contextmanager
-    def _measured_step(self, share: float) -> Iterator[None]:
-        """Set the limit to a share of the first step's peak, once every optimizer has made a step.
-
-        The peak includes optimizer state: an optimizer's first step creates it, and it stays during later steps.
-        """
-        residency = self._residency
-        left = set(map(id, self._optimizers))
-        before: dict[int, int] = {}
-        peak_bytes = updating_bytes = state_bytes = 0
-
-        def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            nonlocal peak_bytes
-            with self._lock:
-                if not left:  # the hooks stay registered until the end: other hooks may be running meanwhile
-                    return
-                residency.collect_dead()
-                before[id(optimizer)] = residency.used_bytes
-                peak_bytes = max(peak_bytes, residency.peak_bytes)
-                residency.peak_bytes = residency.used_bytes
-
-        def ends(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            nonlocal updating_bytes, state_bytes
-            with self._lock:
-                if id(optimizer) not in left:
-                    return
-                left.discard(id(optimizer))
-                residency.collect_dead()
-                updating_bytes = max(updating_bytes, residency.peak_bytes)
-                state_bytes += max(residency.used_bytes - before[id(optimizer)], 0)
-                if not left:
-                    residency.limit_bytes = int(share * max(peak_bytes + state_bytes, updating_bytes))
-                    residency.peak_bytes = 0
-
-        handles = [o.register_step_pre_hook(begins) for o in self._optimizers]
-        handles += [o.register_step_post_hook(ends) for o in self._optimizers]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def _after_fork(self) -> None:
         """Continue in a forked process, which has no copy thread: swapped-in storages then stay in memory."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._running.clear()
-        self._process = None
+        self._process = self._residency.measure = None
         self._residency.after_fork()
 
 
@@ -644,24 +589,6 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-
-def _device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Return the device whose memory the budget limits. Beside a GPU's tensors, those in the CPU's memory are free.
-
-    Raises UnsupportedModel for several GPUs, and for devices that are neither a GPU of CUDA's nor the CPU.
-    """
-    cpu = torch.device("cpu")
-    devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.device != cpu))
-    if len(devices) > 1:
-        raise UnsupportedModel(
-            f"budget: the owners are on {devices[0]} and {devices[1]}, and a budget is of one device's memory; name"
-            " the owners on one of them"
-        )
-    device = devices[0] if devices else cpu
-    if device.type not in ("cpu", "cuda"):
-        raise UnsupportedModel(f"budget: the owners are on {device}; supported are 'cpu' and 'cuda'")
-    return device
 
 
 def _residency(device: torch.device, store: Literal["ram", "file"], folder: Path) -> Residency:

@@ -11,11 +11,41 @@ _SMOOTHING: Final = 16
 """Copies over which their speed is averaged."""
 
 
+class StreamOrder(Protocol):
+    """Orders copies with the streams on which counted ops run."""
+
+    def current(self) -> int:
+        """Return the number of the calling thread's stream. From now on, copies are ordered with its work."""
+        ...
+
+    def share(self, storage: Any) -> None:
+        """Keep a storage's memory from being reused before the current stream's work so far and its next op end."""
+        ...
+
+    def publish(self) -> None:
+        """Make all later ops run after what was issued to the current stream."""
+        ...
+
+
+class NoStreams:
+    """For a CPU, whose ops end before they return."""
+
+    def current(self) -> int:
+        return 0
+
+    def share(self, storage: Any) -> None: ...
+
+    def publish(self) -> None: ...
+
+
 class Copier(Protocol):
     """Makes copies to slots and back. The caller holds a lock around every call."""
 
     takes_memory_at_once: bool
     """Allocating takes memory from the device, even if nothing is written to it."""
+
+    @property
+    def streams(self) -> StreamOrder: ...
 
     def start(self) -> None: ...
 
@@ -25,18 +55,6 @@ class Copier(Protocol):
 
     def make(self, copy: StorageCopy) -> None:
         """Make a copy between all earlier and all later ops. Raises OSError for errors of a file."""
-        ...
-
-    def current_stream(self) -> int:
-        """Return the stream of the calling thread's ops. From now on, copies are ordered with its work."""
-        ...
-
-    def share(self, storage: Any) -> None:
-        """Keep a storage's memory from being reused before the current stream's work so far and its next op end."""
-        ...
-
-    def publish(self) -> None:
-        """Make all later ops run after what was issued to the current stream."""
         ...
 
     def copy_s(self, nbytes: int) -> float:
@@ -53,11 +71,12 @@ class Copier(Protocol):
 
 
 class CopyThread:
-    """Copies within the CPU's memory, or to a file. Ops end before they return: there are no streams."""
+    """Copies within the CPU's memory, or to a file."""
 
     takes_memory_at_once = False
 
     def __init__(self) -> None:
+        self.streams: StreamOrder = NoStreams()
         self._waiting: queue.SimpleQueue[StorageCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._byte_s = 0.0
@@ -73,13 +92,6 @@ class CopyThread:
 
     def make(self, copy: StorageCopy) -> None:
         self._make_here(copy)
-
-    def current_stream(self) -> int:
-        return 0
-
-    def share(self, storage: Any) -> None: ...
-
-    def publish(self) -> None: ...
 
     def copy_s(self, nbytes: int) -> float:
         return nbytes * self._byte_s

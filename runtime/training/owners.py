@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from cohabit.runtime.errors import UnsupportedModel
+
 Owner = nn.Module | torch.optim.Optimizer | torch.Tensor
 
 
@@ -32,6 +34,24 @@ def rehome(tensors: Iterable[torch.Tensor]) -> None:
         with torch.no_grad():
             empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             tensor.data = empty.set_(copied, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device whose memory the budget limits. Beside a GPU's tensors, those in the CPU's memory are free.
+
+    Raises UnsupportedModel for several GPUs, and for devices that are neither a GPU of CUDA's nor the CPU.
+    """
+    cpu = torch.device("cpu")
+    devices = list(dict.fromkeys(tensor.device for tensor in tensors if tensor.device != cpu))
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"budget: the owners are on {devices[0]} and {devices[1]}, and a budget is of one device's memory; name"
+            " the owners on one of them"
+        )
+    device = devices[0] if devices else cpu
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedModel(f"budget: the owners are on {device}; supported are 'cpu' and 'cuda'")
+    return device
 
 
 def storages_of(tensor: torch.Tensor) -> tuple[Any, ...]:

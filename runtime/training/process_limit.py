@@ -9,6 +9,8 @@ from typing import Final
 
 from cohabit.planner.errors import format_bytes
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
+from cohabit.runtime.heap import release_free_memory
+from cohabit.runtime.training.residency import Residency
 
 _RESERVE: Final = 16
 """The total divided by this is reserved for freed memory that the C library keeps, and for unusual scratch."""
@@ -57,6 +59,26 @@ class ProcessLimit:
     def headroom_bytes(self, arriving_bytes: int) -> int:
         """Return the bytes that the process may allocate now, beside tensors that are being copied in."""
         return self.total_bytes - self.total_bytes // _MARGIN - self._resident_bytes() - arriving_bytes
+
+    def measure(self, residency: Residency, nbytes: int) -> None:
+        """Make sure that `nbytes` may be allocated, beside what running ops may, without exceeding the total.
+
+        Freed memory that the C library keeps counts as the process's, but is mostly used again, without page faults. So
+        it is returned to the system only if it is in the way.
+        """
+        residency.headroom_bytes = self.headroom_bytes(residency.arriving_bytes)
+        if residency.headroom_bytes < nbytes + residency.reserved_bytes:
+            self.divide(residency, nbytes)
+
+    def divide(self, residency: Residency, nbytes: int = 0) -> None:
+        """Limit tensors to the part of the total that the rest of the process leaves, and make room for `nbytes`."""
+        release_free_memory()  # otherwise it would count as the rest
+        residency.limit_bytes = self.tensor_bytes(residency.used_bytes - residency.arriving_bytes)
+        before = residency.used_bytes
+        residency.make_room(nbytes)
+        if residency.used_bytes < before:
+            release_free_memory()
+        residency.headroom_bytes = self.headroom_bytes(residency.arriving_bytes)
 
     def start_peak(self) -> int:
         """Start a new peak of resident memory. Returns the resident memory in bytes."""

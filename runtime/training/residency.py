@@ -38,6 +38,8 @@ class Residency:
         self.used_bytes = self.peak_bytes = 0
         self.headroom_bytes = NEVER
         """If the budget is a total: bytes that may be allocated before the process's memory is measured again."""
+        self.measure: Callable[[int], None] | None = None
+        """If the budget is a total: makes sure that the process may allocate so many bytes."""
         self.reserved_bytes = 0
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
@@ -79,7 +81,7 @@ class Residency:
     def adopt(self, storage: Any) -> None:
         """Count a storage that was allocated earlier, on an unknown stream."""
         if self.track(storage) is not None:
-            self._copier.share(storage)
+            self._copier.streams.share(storage)
 
     def collect_dead(self) -> int:
         """Forget dead storages, and complete copies that have ended. Returns the bytes of memory freed."""
@@ -106,7 +108,7 @@ class Residency:
         if tracked.is_out or tracked.copy is not None:
             self.bring_in(tracked)
         if tracked.stream != self._stream:
-            self._copier.share(tracked.storage)
+            self._copier.streams.share(tracked.storage)
         if tracked in self._evictable:
             self._evictable.move_to_end(tracked)
 
@@ -176,7 +178,7 @@ class Residency:
             return
         tracked.uses += 1  # it must not be evicted to make room for itself
         try:
-            self.make_room(tracked.nbytes)
+            self.take_room(tracked.nbytes)
             self._allocate(tracked, storage)
             try:
                 self._copier.make(StorageCopy(tracked, storage, is_load=True))
@@ -187,6 +189,12 @@ class Residency:
             self.moved_bytes += tracked.nbytes
         finally:
             tracked.uses -= 1
+
+    def take_room(self, nbytes: int) -> None:
+        """Make room for bytes that are about to be allocated: within the limit, and within the process's total."""
+        self.make_room(nbytes)
+        if self.measure is not None and nbytes + self.reserved_bytes > self.headroom_bytes:
+            self.measure(nbytes)
 
     def make_room(self, nbytes: int) -> bool:
         """Evict storages until `nbytes` more fit into the limit. Returns whether they do."""
@@ -311,14 +319,14 @@ class Residency:
                 self.use(given)
                 given.uses += 1  # all of them are in memory at the same time
                 needed.append(given)
-            self.make_room(tracked.nbytes)
+            self.take_room(tracked.nbytes)
             self._allocate(tracked, storage)
             try:
                 recomputation.run(storage)
             except BaseException:
                 self._deallocate(tracked, storage)
                 raise
-            self._copier.publish()
+            self._copier.streams.publish()
             self._release_inputs(tracked)
             self._arrived(tracked)
             self.recomputed_bytes += tracked.nbytes
@@ -412,7 +420,7 @@ class Residency:
 
     def enter_stream(self) -> None:
         """Take the calling thread's current stream as that of the next op."""
-        self._stream = self._copier.current_stream()
+        self._stream = self._copier.streams.current()
 
     def prefetch(self, tracked: Tracked) -> bool:
         """Start swapping a storage in, if it fits. Returns whether more prefetches may follow."""

@@ -88,29 +88,20 @@ class CopyStreams:
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
         self._saves, self._loads = cuda.Stream(device), cuda.Stream(device)
-        self._ops = OpStreams(device, cuda, (self._saves, self._loads))
+        self.streams = OpStreams(device, cuda, (self._saves, self._loads))
 
     def start(self) -> None: ...
 
     def begin(self, copy: StorageCopy) -> None:
         stream = self._loads if copy.is_load else self._saves
-        self._ops.precede(stream)
+        self.streams.precede(stream)
         with self._cuda.stream(stream):
             copy.make()
-        copy.end = _Reached(stream.record_event(), self._ops)
+        copy.end = _Reached(stream.record_event(), self.streams)
 
     def make(self, copy: StorageCopy) -> None:
         self.begin(copy)
         copy.end.wait()
-
-    def current_stream(self) -> int:
-        return self._ops.current()
-
-    def share(self, storage: Any) -> None:
-        self._ops.share(storage)
-
-    def publish(self) -> None:
-        self._ops.publish()
 
     def copy_s(self, nbytes: int) -> float:
         return nbytes / _LINK_BYTES_PER_S
@@ -121,7 +112,7 @@ class CopyStreams:
 
     def close(self) -> None:
         self.settle()
-        self._ops.close()
+        self.streams.close()
 
 
 class DeviceCopyThread(CopyThread):
@@ -130,31 +121,22 @@ class DeviceCopyThread(CopyThread):
     takes_memory_at_once = True
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
+        super().__init__()
         self._cuda = cuda
         self._copies = cuda.Stream(device)
-        self._ops = OpStreams(device, cuda, (self._copies,))
-        super().__init__()
+        self.streams: OpStreams = OpStreams(device, cuda, (self._copies,))
 
     def begin(self, copy: StorageCopy) -> None:
-        self._ops.precede(self._copies)
+        self.streams.precede(self._copies)
         super().begin(copy)
 
     def make(self, copy: StorageCopy) -> None:
-        self._ops.precede(self._copies)
+        self.streams.precede(self._copies)
         super().make(copy)
-
-    def current_stream(self) -> int:
-        return self._ops.current()
-
-    def share(self, storage: Any) -> None:
-        self._ops.share(storage)
-
-    def publish(self) -> None:
-        self._ops.publish()
 
     def close(self) -> None:
         super().close()
-        self._ops.close()
+        self.streams.close()
 
     def _make_here(self, copy: StorageCopy) -> None:
         with self._cuda.stream(self._copies):

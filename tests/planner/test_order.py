@@ -25,7 +25,7 @@ def test_ops_run_after_what_they_depend_on(seed: int) -> None:
 
 
 def test_an_op_that_reads_a_number_runs_before_all_later_ops() -> None:
-    """Their arguments may be the number, of which the graph knows nothing."""
+    """The number may be an argument of theirs. The graph does not say so."""
     tensors = (Tensor("rate", 8, "input"), Tensor("x", PAGE, "input"), Tensor("y", PAGE, "activation"))
     ops = (Op("item", "item", (0,), ()), Op("scale", "mul", (1,), (2,)))
     assert predecessors(Graph("scaled", 1, "", tensors, ops, (2,))) == [set(), {0}]

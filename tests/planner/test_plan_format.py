@@ -306,6 +306,15 @@ def both_say(rule: int | None, graph: Graph, plan: Plan) -> None:
     assert (other_verdict(data, plain) or "None").partition(":")[0] == str(rule)
 
 
+def test_numbers_are_read_before_later_ops_as_the_written_rules_say() -> None:
+    tensors = (Tensor("x", 64, "input"), Tensor("y", 64, "activation"))
+    ops = (Op("item", "item", (0,), ()), Op("scale", "mul", (0,), (1,)))
+    graph = Graph("scaled", 1, "", tensors, ops, (1,))
+    for order, rule in (((0, 1), None), ((0, 1, 0), None), ((1, 0), 18)):
+        steps = tuple(Compute(k) for k in order)
+        both_say(rule, graph, Plan(graph.fingerprint, "", Memory(256, 0, True), 256, (), steps))
+
+
 def test_bytes_that_may_still_be_in_use_are_counted() -> None:
     """x comes back next to w, and to y, which may be on its way out, once `forward` and x's swap-out have ended."""
     tensors = (Tensor("w", 60, "parameter"), Tensor("x", 60, "input"), Tensor("y", 60, "activation"))

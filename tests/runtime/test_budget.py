@@ -28,6 +28,9 @@ from torch.utils.checkpoint import checkpoint
 import cohabit
 from cohabit.planner.memory import parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
+from cohabit.runtime.training.copying import CopyThread
+from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.spill import RamSpill
 from cohabit.runtime.training.tracked import LEAST_BYTES
 
 WIDTH, ROWS, STEPS = 96, 64, 4
@@ -243,20 +246,20 @@ def with_a_compiled_module(net: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return plain(torch.compile(net, backend="aot_eager"), optimizer)
 
 
+LOOPS: list[Loop] = [
+    plain,
+    with_other_batches_and_evaluation,
+    with_python_s_randomness,
+    with_hooks,
+    with_accumulation_and_autocast,
+    with_a_scaler,
+    with_state_read_between,
+    with_a_compiled_module,
+]
+
+
 @pytest.mark.parametrize("memory", ["100%", "60%", "40%"])
-@pytest.mark.parametrize(
-    "loop",
-    [
-        plain,
-        with_other_batches_and_evaluation,
-        with_python_s_randomness,
-        with_hooks,
-        with_accumulation_and_autocast,
-        with_a_scaler,
-        with_state_read_between,
-        with_a_compiled_module,
-    ],
-)
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_loop_has_eager_s_bits(loop: Loop, memory: str) -> None:
     seen = check(loop, memory)
     assert seen.moved_bytes > 0 or memory == "100%"
@@ -360,6 +363,18 @@ def test_an_evicted_tensor_is_printed() -> None:
         others = [torch.ones(50_000) for _ in range(6)]
         assert StorageBase.nbytes(model.weight.untyped_storage()) == 0
         assert (repr(model.weight), f"{model.weight}") == expected
+        del others
+
+
+def test_reads_within_torch_s_own_functions_see_whole_tensors() -> None:
+    places, shared = torch.arange(1, 4097), torch.arange(4096.0)
+    expected = torch.tensor_split(torch.arange(4098.0), places)[7]
+    with cohabit.budget("800KB", places, shared):
+        others = [torch.ones(50_000) for _ in range(6)]
+        assert StorageBase.nbytes(places.untyped_storage()) == StorageBase.nbytes(shared.untyped_storage()) == 0
+        assert torch.equal(torch.tensor_split(torch.arange(4098.0), places)[7], expected)
+        taken = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(shared))
+        assert torch.equal(taken, torch.arange(4096.0))
         del others
 
 
@@ -823,6 +838,33 @@ def test_a_total_is_kept_by_the_whole_process(width: int, layers: int) -> None:
     (losses, over_kib), (eager_losses, eager_over_kib) = (text.rsplit(maxsplit=1) for text in printed)
     assert losses == eager_losses
     assert int(over_kib) <= 0 < int(eager_over_kib)
+
+
+def test_whatever_brings_a_tensor_in_measures_the_process_before() -> None:
+    """Under a total: also what is computed again, or read without an op."""
+    residency = Residency(torch.device("cpu"), RamSpill(), CopyThread())
+    residency.start()
+    try:
+        first, second = torch.ones(50_000), torch.ones(50_000)
+        for tensor in (first, second):
+            residency.track(tensor.untyped_storage())
+        residency.limit_bytes = first.nbytes
+        assert residency.make_room(0)
+        residency.limit_bytes = 2 * first.nbytes
+        measured: list[int] = []
+        residency.measure, residency.headroom_bytes = measured.append, first.nbytes - 1
+        residency.bring_all_in()
+        assert measured == [], "the end of a context has no limit"
+        residency.track(first.untyped_storage())
+        residency.limit_bytes, residency.headroom_bytes = 1, first.nbytes - 1
+        assert residency.make_room(0)
+        residency.limit_bytes = 2 * first.nbytes
+        tracked = residency.find(first.untyped_storage())
+        assert tracked is not None
+        residency.pin(tracked)
+        assert measured == [first.nbytes]
+    finally:
+        residency.stop()
 
 
 def test_a_total_below_what_the_process_takes_is_refused() -> None:

@@ -236,6 +236,8 @@ class _Walk:
         _rule(8, taken <= self.plan["pool_bytes"], f"step {i} makes it {taken} bytes")
 
     def in_order(self, k: int) -> None:
+        for j, op in enumerate(self.ops[:k]):
+            _rule(18, op["writes"] or op["mutates"] or j in self.issued, f"op {k} is issued before op {j}")
         for t in {*self.ops[k]["reads"], *self.ops[k]["writes"]}:
             due = sum(t in op["mutates"] for op in self.ops[: k + 1])
             mutated = any(t in op["mutates"] for op in self.ops)

@@ -2,8 +2,8 @@
 
 `FakeCuda` has the interface of `torch.cuda` that `cohabit.budget` uses. Ops run at once on CPU tensors, so their
 results are right whatever the order. Vector clocks tell the order that a device is bound to: that of each stream, of
-waits for events, and of what the host has seen end. Two accesses to the same memory of which one is a write, and that
-neither order, are a race. So is memory that is freed on the stream that allocated it while another stream may still use
+waits for events, and of what the host has seen end. Two accesses to the same memory, one a write, are a race if
+no order is given. So is memory that is freed on the stream that allocated it while another stream may still use
 it. (Lamport, CACM 1978; torch's CUDA sanitizer does the same on a GPU.)
 """
 
