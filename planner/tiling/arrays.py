@@ -14,6 +14,7 @@ import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, Literal, NoReturn
 
 import numpy as np
@@ -107,8 +108,7 @@ class LazyArray(NDArrayOperatorsMixin):
     def __getitem__(self, index: Any) -> "LazyArray":
         items = index if isinstance(index, tuple) else (index,)
         for item in items:
-            is_number = isinstance(item, int | np.integer) and not isinstance(item, bool)
-            if not (is_number or item is None or item is Ellipsis or isinstance(item, slice)):
+            if isinstance(item, bool) or not isinstance(item, int | np.integer | slice | EllipsisType | None):
                 raise UnsupportedExpression(
                     f"{self!r}[{item!r}]: slices with steps of 1, integers and None only; use where"
                 )
@@ -224,6 +224,13 @@ def _replaced(request: _Request, others: Iterator[Any]) -> tuple[tuple[Any, ...]
     return tuple(map(other, request.args)), {name: other(value) for name, value in request.options.items()}
 
 
+def _called(request: _Request, arrays: Sequence[np.ndarray]) -> Any:
+    """Make a call on NumPy's arrays instead of lazy ones."""
+    args, options = _replaced(request, iter(arrays))
+    with np.errstate(all="ignore"):
+        return request.function(*args, **options)
+
+
 def _recorded(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -280,16 +287,11 @@ def _trial(request: _Request, rules: Sequence[_Rule]) -> tuple[_Rule, np.dtype[A
         shapes = sample_shapes(true_shapes, in_half)
         return [sample(kind, *given, seed) for seed, given in enumerate(zip(shapes, dtypes, strict=True))]
 
-    def by_numpy(arrays: Sequence[np.ndarray]) -> Any:
-        args, options = _replaced(request, iter(arrays))
-        with np.errstate(all="ignore"):
-            return request.function(*args, **options)
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = samples("plain", in_half=False)
         try:
-            result = by_numpy(plain)
+            result = _called(request, plain)
         except Exception as error:
             says_shapes = [p.shape for p in plain] != true_shapes and type(error) is ValueError
             return (
@@ -310,7 +312,7 @@ def _trial(request: _Request, rules: Sequence[_Rule]) -> tuple[_Rule, np.dtype[A
                     if kind in EXTREMES and is_never_split(found):  # NumPy's own call in any case
                         continue
                     try:
-                        wanted = np.asarray(by_numpy(arrays))
+                        wanted = np.asarray(_called(request, arrays))
                     except (ValueError, ArithmeticError):  # these values, but not the call
                         continue
                     if not agree(tried(found), wanted):
@@ -362,6 +364,8 @@ def _dot(request: _Request) -> LazyArray:
     the captions, and Figure 2.5, lines 18 to 24, joins by columns of X if n <= k.
     """
     a, b = request.arrays
+    if not (a.ndim and b.ndim):
+        raise TypeError("it multiplies by a number; use *")
     ways = [Join((a.ndim - 1, 0), "partial")]
     if a.ndim == 2:
         ways.append(Join((0, None), 0))
@@ -428,22 +432,27 @@ def _lazy(operator: Operator, inputs: Sequence[LazyArray], shape: Shape, dtype: 
     return LazyArray(Expression(operator, tuple(x.expression for x in inputs), shape, np.dtype(dtype), name))
 
 
+def _options(request: _Request, *without: str) -> dict[str, Any]:
+    """The call's options without its array, and without those named."""
+    first, *_ = inspect.signature(request.function).parameters
+    return {name: value for name, value in request.arguments.items() if name not in (first, *without)}
+
+
 def _mean(request: _Request) -> Any:
     """Divide a sum; half precision and integers are summed in wider types, as NumPy does."""
-    (x,), options = request.arrays, dict(request.arguments)
-    options.pop("a")
-    narrow = np.float64 if x.dtype.kind in "biu" else np.float32 if x.dtype == np.float16 else x.dtype
-    total = np.sum(x, **{"dtype": options.pop("dtype", None) or narrow, **options})  # type: ignore[call-overload]
+    (x,) = request.arrays
+    wide = np.float64 if x.dtype.kind in "biu" else np.float32 if x.dtype == np.float16 else x.dtype
+    dtype = request.arguments.get("dtype") or wide
+    total: Any = np.sum(x, dtype=dtype, **_options(request, "dtype"))  # type: ignore[call-overload]
     return (total / (x.size // total.size)).astype(request.dtype)
 
 
 def _variance(request: _Request) -> Any:
-    (x,), options = request.arrays, dict(request.arguments)
-    options.pop("a")
-    ddof = options.pop("correction", options.pop("ddof", 0))
-    accumulator = options.pop("dtype", None) or (np.float64 if x.dtype.kind in "biu" else x.dtype)
-    deviation = x - np.mean(x, dtype=accumulator, **{**options, "keepdims": True})  # type: ignore[call-overload]
-    total = np.sum(np.square(np.abs(deviation)), **options)  # type: ignore[call-overload]
+    (x,), options = request.arrays, _options(request, "dtype", "ddof", "correction")
+    dtype = request.arguments.get("dtype") or (np.float64 if x.dtype.kind in "biu" else x.dtype)
+    deviation = x - np.mean(x, dtype=dtype, **{**options, "keepdims": True})  # type: ignore[call-overload]
+    total: Any = np.sum(np.square(np.abs(deviation)), **options)  # type: ignore[call-overload]
+    ddof = request.arguments.get("correction", request.arguments.get("ddof", 0))
     return total / (x.size // total.size - ddof)
 
 
@@ -451,19 +460,21 @@ def _deviation(request: _Request) -> Any:
     return np.sqrt(_variance(request))
 
 
-def _norm(root: Callable[[Any], Any], fold: Callable[..., Any], power: Callable[[Any], Any]) -> _Rule:
-    def rule(request: _Request) -> Any:
-        (x,), options = request.arrays, dict(request.arguments)
-        options.pop("x")
-        options.pop("ord", None)
-        x = x.astype(np.float64) if x.dtype.kind in "biu" else x
-        return root(fold(power(np.abs(x)), **options))  # type: ignore[call-overload]
-
-    return rule
+def _sizes(request: _Request) -> Any:
+    (x,) = request.arrays
+    return np.abs(x.astype(np.float64) if x.dtype.kind in "biu" else x)
 
 
-def _same(x: Any) -> Any:
-    return x
+def _euclidean_norm(request: _Request) -> Any:
+    return np.sqrt(np.sum(np.square(_sizes(request)), **_options(request, "ord")))  # type: ignore[call-overload]
+
+
+def _absolute_norm(request: _Request) -> Any:
+    return np.sum(_sizes(request), **_options(request, "ord"))  # type: ignore[call-overload]
+
+
+def _maximum_norm(request: _Request) -> Any:
+    return np.max(_sizes(request), **_options(request, "ord"))  # type: ignore[call-overload]
 
 
 def _outer(request: _Request) -> Any:
@@ -472,29 +483,24 @@ def _outer(request: _Request) -> Any:
 
 
 FUNCTIONS: dict[Callable[..., Any], Sequence[_Rule]] = {
-    **dict.fromkeys((np.where, np.clip, np.round, np.real, np.imag, np.nan_to_num, operator.pow), [_map]),
-    np.ndarray.astype: [_map],
+    **{f: [_map] for f in (np.where, np.clip, np.round, np.real, np.imag, np.nan_to_num)},
+    **{f: [_map] for f in (np.ndarray.astype, operator.pow)},
     np.sum: _fold(np.add),
     np.min: _fold(np.minimum),
     np.max: _fold(np.maximum),
     np.any: _fold(np.logical_or),
     np.all: _fold(np.logical_and),
     np.count_nonzero: _fold(np.add),
-    **dict.fromkeys((np.prod, np.argmin, np.argmax, np.ptp, np.median), _fold()),
+    **{f: _fold() for f in (np.prod, np.argmin, np.argmax, np.ptp, np.median)},
     np.mean: [_mean, *_fold()],
     np.var: [_variance, *_fold()],
     np.std: [_deviation, *_fold()],
-    np.linalg.norm: [
-        _norm(np.sqrt, np.sum, np.square),
-        _norm(_same, np.sum, _same),
-        _norm(_same, np.max, _same),
-        *_fold(),
-    ],
-    **dict.fromkeys((np.cumsum, np.cumprod), [_scan]),
-    **dict.fromkeys((np.dot, np.matmul), [_dot]),
+    np.linalg.norm: [_euclidean_norm, _absolute_norm, _maximum_norm, *_fold()],
+    **{f: [_scan] for f in (np.cumsum, np.cumprod)},
+    **{f: [_dot] for f in (np.dot, np.matmul)},
     np.outer: [_outer],
     np.concatenate: [_concatenate],
-    **dict.fromkeys((np.linalg.cholesky, np.linalg.inv, np.linalg.solve), [_whole]),
+    **{f: [_whole] for f in (np.linalg.cholesky, np.linalg.inv, np.linalg.solve)},
 }
 """The rules by which functions are recorded, in the order in which they are tried. Ufuncs are maps."""
 

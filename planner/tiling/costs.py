@@ -86,7 +86,7 @@ def exchanged(exchange: Exchange) -> Moved:
 
 @cache
 def reduced(shape: Shape, source: Form, target: Form, itemsize: int, mesh: Mesh) -> Moved:
-    """Count the bytes of merging partial tiles: a reduce-scatter if the target is split along the mesh, else an all-reduce.
+    """Count the bytes of merging partial tiles: a reduce-scatter if the target is split, else an all-reduce.
 
     For a form with a partial and a split axis, the former is all-reduced, and the rest is an exchange.
     """

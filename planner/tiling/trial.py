@@ -23,7 +23,7 @@ from cohabit.planner.tiling.expressions import (
 from cohabit.planner.tiling.graph import TilingGraph, Way
 
 KINDS = ("plain", "signed", "steady", "special", "large")
-"""Samples: positive and well conditioned; of all signs; equal; with NaN, infinities and extremes; near overflow."""
+"""Samples: positive and well conditioned; of all signs; few values; with NaN, infinities, extremes; near overflow."""
 EXTREMES = KINDS[-2:]
 
 _WORKERS = 2
@@ -62,7 +62,11 @@ def sample(kind: str, shape: Shape, dtype: np.dtype[Any], seed: int) -> np.ndarr
         if len(shape) == 2 and shape[0] == shape[1]:  # matrices of linear systems
             values = values + 30 * np.eye(shape[0], dtype=values.dtype)
     elif kind == "steady":
-        values = np.full(shape, 1 if dtype.kind in "iu" else 0.7)
+        values = (
+            np.where(rng.random(shape) < 0.2, 3, 1)
+            if dtype.kind in "iu"
+            else rng.choice([0.2, 0.7, 0.7, 0.7], shape)
+        )
     elif dtype.kind in "iu":
         values = rng.integers(least, most, shape, dtype, endpoint=True)
         if kind == "special":

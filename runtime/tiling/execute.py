@@ -1,7 +1,7 @@
 """Executes a tiled program: one worker's part, tile by tile.
 
-NumPy computes on local tiles. Tiles move between workers by one kind of collective, an all-to-all of bytes: gloo reduces
-and gathers only some of NumPy's types, and its minimum and maximum lose NaN (torch 2.13).
+NumPy computes on local tiles. Tiles move between workers by one kind of collective, an all-to-all of bytes: gloo
+reduces and gathers only some of NumPy's types, and its minimum and maximum lose NaN (torch 2.13).
 """
 
 import time
