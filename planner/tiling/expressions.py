@@ -153,4 +153,4 @@ def viewed(tile: np.ndarray, axes: tuple[int | None, ...]) -> np.ndarray:
     kept = [a for a in axes if a is not None]
     tile = tile.transpose(*kept, *[a for a in range(tile.ndim) if a not in kept])
     tile = tile[(..., *[0] * (tile.ndim - len(kept)))]
-    return tile[tuple(None if a is None else slice(None) for a in axes)]
+    return tile[(*[None if a is None else slice(None) for a in axes], ...)]
