@@ -170,7 +170,8 @@ def drawn_call(rng: np.random.Generator) -> tuple[str, Program, tuple[np.ndarray
             (f"clip {low} {high}", lambda x: np.clip(x, low, high), (x,)),
             (f"where {low} {high}", lambda x: np.where(x > 0, low, high), (x,)),
             ("where", lambda x, y: np.where(x > 0, x, y), (x, array(*size))),
-            (f"astype {dtype}", lambda x: x.astype(dtype), (x,)),
+            # Of values that the type cannot hold, NumPy makes one number or another, by their place.
+            (f"astype {dtype}", lambda x: np.where(np.abs(x) < 100, np.abs(x), 1).astype(dtype), (x,)),
             ("round", lambda x: np.round(x, 1), (x,)),
             ("nan_to_num", np.nan_to_num, (x,)),
             ("real", np.real, (x,)),
