@@ -65,7 +65,7 @@ def sample(kind: str, shape: Shape, dtype: np.dtype[Any], seed: int) -> np.ndarr
         values = (
             np.where(rng.random(shape) < 0.2, 3, 1)
             if dtype.kind in "iu"
-            else rng.choice([0.2, 0.7, 0.7, 0.7], shape)
+            else rng.choice([0.1, 0.55, 0.6, 0.6], shape)
         )
     elif dtype.kind in "iu":
         values = rng.integers(least, most, shape, dtype, endpoint=True)
