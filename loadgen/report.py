@@ -273,6 +273,15 @@ def offered(run: RunDescription) -> str:
     return f"closed loop of {run.concurrency}" if run.concurrency is not None else f"{round(run.rate_per_s, 1):g}/s"
 
 
+def verdict(report: Report) -> str:
+    """Return a run's verdict in a word or two; empty for a run without an SLO."""
+    if report.generator_was_late:
+        return "invalid"
+    if report.slo_percentile is None:
+        return ""
+    return "meets the SLO" if report.meets_slo else "misses the SLO"
+
+
 def remarks(report: Report) -> list[Remark]:
     """Describe a run's results, its course, and its verdicts."""
     said = [
@@ -372,9 +381,8 @@ def runs_table(reports: Sequence[Report]) -> Table:
     for report in reports:
         s = report.latency
         shown = ["-"] * 3 if s is None else [_ms(s.p50_s), _ms(s.p99_s), _ms(s.p999_s)]
-        note = "invalid" if report.generator_was_late else "" if report.meets_slo else "misses the SLO"
         rate = f"{report.rate_per_s:g}"
-        table.add_row(rate, f"{report.achieved_per_s:.1f}", f"{report.within_slo:.2%}", *shown, note)
+        table.add_row(rate, f"{report.achieved_per_s:.1f}", f"{report.within_slo:.2%}", *shown, verdict(report))
     return table
 
 

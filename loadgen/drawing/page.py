@@ -22,6 +22,7 @@ from cohabit.loadgen.report import (
     offered,
     remarks,
     server_rows,
+    verdict,
 )
 from cohabit.page.document import (
     Alternatives,
@@ -72,7 +73,7 @@ def load_report(series: Series) -> ReportDocument:
         for name, runs in series.items()
         for run in runs
         for remark in remarks(run)
-        if remark.kind != "result"
+        if remark.kind in ("doubt", "bad")
     ]
     return ReportDocument("Load test", (about,), sections, notices=notices)
 
@@ -103,11 +104,12 @@ def _runs_table(series: Series) -> FactTable:
             _answered(run),
             _within_slo(run),
             *(_latency(run.latency, column) for column in _LATENCIES),
+            verdict(run),
         ]
         for name, runs in series.items()
         for run in runs
     ]
-    columns = ["run", "offered", "answered/s", "answered", "within SLO", *_LATENCIES]
+    columns = ["run", "offered", "answered/s", "answered", "within SLO", *_LATENCIES, ""]
     return FactTable("Runs", "Latencies are from the intended send time.", columns, rows)
 
 
@@ -195,13 +197,14 @@ def _comparisons(curves: Mapping[str, Sequence[LatencyCurves]], load: str) -> It
     first = next((one.run for one in firsts if offered(one.run) == load), None)
     for name, own in others:
         other = next((one.run for one in own if offered(one.run) == load), None)
-        rows = [] if first is None or other is None else differences(first, other)
+        if first is None or other is None:
+            continue
         yield FactTable(
             f"{name} compared with {first_name}, {load}",
             "Bootstrap over intervals of the run. It shows chance within these runs, not between runs.",
             ["", first_name, name, "difference", f"{LIKELY * 100:g} % interval", ""],
-            [_difference_row(row) for row in rows],
-            "Not compared: one of them has no answers at this load.",
+            [_difference_row(row) for row in differences(first, other)],
+            "Not compared: one of them has no answers.",
         )
 
 
