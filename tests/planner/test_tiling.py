@@ -312,6 +312,12 @@ def test_what_cannot_be_captured_is_refused_by_name(call: Callable[[Any], Any], 
         call(newarray((4, 4)))
 
 
+def test_a_sum_in_half_precision_is_tried_at_its_own_length() -> None:
+    assert np.sum(newarray((40, 4), np.float16), axis=0).shape == (4,)
+    with pytest.raises(UnsupportedExpression, match="not what NumPy makes of the whole"):
+        np.sum(newarray((3000, 4), np.float16), axis=0)
+
+
 def test_an_output_that_is_no_lazy_array_is_refused() -> None:
     with pytest.raises(UnsupportedExpression, match="3 is not a lazy array; make arrays with newarray"):
         TilingGraph.of([newarray((4, 4)), 3], 2)
