@@ -152,5 +152,5 @@ def viewed(tile: np.ndarray, axes: tuple[int | None, ...]) -> np.ndarray:
     """Return a view of a tile with these axes; axes that are left out have length 1."""
     kept = [a for a in axes if a is not None]
     tile = tile.transpose(*kept, *[a for a in range(tile.ndim) if a not in kept])
-    tile = tile[(..., *[0] * (tile.ndim - len(kept)))]
+    tile = tile.reshape(tile.shape[: len(kept)])
     return tile[(*[None if a is None else slice(None) for a in axes], ...)]
