@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
     weight_bytes = sum(p.weight_bytes for p in prepared)
     measured = asyncio.run(_measure(options, console))
-    shown = [_table(measured), *verdict(measured)]
+    shown: list[Table | str] = [_table(measured), *verdict(measured)]
     console.print(*shown, sep="\n")
     picture = (results_folder() if options.record else folder) / "demo.png"
     draw(measured, picture)

@@ -68,7 +68,7 @@ def load_report(series: Series) -> ReportDocument:
         sections += at_loads[0]
     first = next(iter(series.values()))[0]
     about = f"{first.started_at.replace('T', ' ')}; generator on {first.host}"
-    notices = [
+    notices: list[Phrase] = [
         (f"{name}: {remark.words}" if len(loads) == 1 else f"{name}, {offered(run)}: {remark.words}",)
         for name, runs in series.items()
         for run in runs

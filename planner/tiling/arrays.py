@@ -76,7 +76,7 @@ class LazyArray(NDArrayOperatorsMixin):
 
     @property
     def T(self) -> Any:  # noqa: N802
-        return np.transpose(self)  # type: ignore[call-overload]
+        return np.transpose(self)
 
     def __len__(self) -> int:
         if not self.shape:
@@ -334,7 +334,7 @@ def _folded(request: _Request, combine: np.ufunc | None) -> LazyArray:
     (x,), arguments = request.arrays, request.arguments
     axis, keepdims = arguments.get("axis"), arguments.get("keepdims", False)
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
-    is_kept = keepdims is not np._NoValue and bool(keepdims)  # type: ignore[attr-defined]
+    is_kept = keepdims is not np._NoValue and bool(keepdims)
     shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape) if is_kept or a not in axes)
     return _lazy(Fold(request.call, axes, is_kept, combine), [x], shape, request.dtype)
 
@@ -438,15 +438,15 @@ def _mean(request: _Request) -> Any:
     (x,) = request.arrays
     wide = np.float64 if x.dtype.kind in "biu" else np.float32 if x.dtype == np.float16 else x.dtype
     dtype = request.arguments.get("dtype") or wide
-    total: Any = np.sum(x, dtype=dtype, **_options(request, "dtype"))  # type: ignore[call-overload]
+    total: Any = np.sum(x, dtype=dtype, **_options(request, "dtype"))
     return (total / (x.size // total.size)).astype(request.dtype)
 
 
 def _variance(request: _Request) -> Any:
     (x,), options = request.arrays, _options(request, "dtype", "ddof", "correction")
     dtype = request.arguments.get("dtype") or (np.float64 if x.dtype.kind in "biu" else x.dtype)
-    deviation = x - np.mean(x, dtype=dtype, **{**options, "keepdims": True})  # type: ignore[call-overload]
-    total: Any = np.sum(np.square(np.abs(deviation)), **options)  # type: ignore[call-overload]
+    deviation = x - np.mean(x, dtype=dtype, **{**options, "keepdims": True})
+    total: Any = np.sum(np.square(np.abs(deviation)), **options)
     ddof = request.arguments.get("correction", request.arguments.get("ddof", 0))
     return total / (x.size // total.size - ddof)
 
@@ -461,15 +461,15 @@ def _sizes(request: _Request) -> Any:
 
 
 def _euclidean_norm(request: _Request) -> Any:
-    return np.sqrt(np.sum(np.square(_sizes(request)), **_options(request, "ord")))  # type: ignore[call-overload]
+    return np.sqrt(np.sum(np.square(_sizes(request)), **_options(request, "ord")))
 
 
 def _absolute_norm(request: _Request) -> Any:
-    return np.sum(_sizes(request), **_options(request, "ord"))  # type: ignore[call-overload]
+    return np.sum(_sizes(request), **_options(request, "ord"))
 
 
 def _maximum_norm(request: _Request) -> Any:
-    return np.max(_sizes(request), **_options(request, "ord"))  # type: ignore[call-overload]
+    return np.max(_sizes(request), **_options(request, "ord"))
 
 
 def _outer(request: _Request) -> Any:

@@ -9,7 +9,7 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -119,6 +119,11 @@ def whole(form: Form) -> Form:
 
 def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.stack([np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])], axis=-1)
+
+
+def index_of(place: np.ndarray) -> Any:
+    """Return the index of ranges [start, end) per axis; it makes a view even of an array without axes."""
+    return (*[slice(int(start), int(end)) for start, end in place], ...)
 
 
 def volumes(tiles: np.ndarray) -> np.ndarray:

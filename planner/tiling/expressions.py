@@ -153,4 +153,5 @@ def viewed(tile: np.ndarray, axes: tuple[int | None, ...]) -> np.ndarray:
     kept = [a for a in axes if a is not None]
     tile = tile.transpose(*kept, *[a for a in range(tile.ndim) if a not in kept])
     tile = tile.reshape(tile.shape[: len(kept)])
-    return tile[(*[None if a is None else slice(None) for a in axes], ...)]
+    index: Any = (*[None if a is None else slice(None) for a in axes], ...)
+    return tile[index]

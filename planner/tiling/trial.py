@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cohabit.planner.tiling.costs import Form, bounds
+from cohabit.planner.tiling.costs import Form, bounds, index_of
 from cohabit.planner.tiling.expressions import (
     Expression,
     Map,
@@ -58,7 +58,7 @@ def sample(kind: str, shape: Shape, dtype: np.dtype[Any], seed: int) -> np.ndarr
     limits = np.iinfo(dtype) if dtype.kind in "iu" else np.finfo(dtype)
     least, most = limits.min, limits.max
     if kind == "plain":
-        values = rng.integers(1, 4, shape) if dtype.kind in "iu" else rng.uniform(0.5, 1.5, shape)
+        values: np.ndarray = rng.integers(1, 4, shape) if dtype.kind in "iu" else rng.uniform(0.5, 1.5, shape)
         if len(shape) == 2 and shape[0] == shape[1]:  # matrices of linear systems
             values = values + 30 * np.eye(shape[0], dtype=values.dtype)
     elif kind == "steady":
@@ -156,7 +156,7 @@ def _tiled(graph: TilingGraph, by: Expression, inputs: Sequence[np.ndarray], way
 
     def tiles(array: np.ndarray, form: Form) -> list[np.ndarray]:
         places = bounds(array.shape, form, graph.mesh)
-        return [array[(*[slice(a, b) for a, b in place], ...)] for place in places]
+        return [array[index_of(place)] for place in places]
 
     cut = [tiles(array, form) for array, form in zip(inputs, way.inputs, strict=True)]
     results = [compute(by, [t.copy() for t in given]) for given in zip(*cut, strict=True)]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 
-from cohabit.planner.tiling.costs import Exchange, Form, Moved, bounds, exchanged, intersection, whole
+from cohabit.planner.tiling.costs import Exchange, Form, Moved, bounds, exchanged, index_of, intersection, whole
 from cohabit.planner.tiling.expressions import Expression, NewArray, Region, View, combined, compute, viewed
 from cohabit.planner.tiling.graph import in_view
 from cohabit.planner.tiling.search import Step, TilingPlan
@@ -77,7 +77,7 @@ class TiledRun:
                     what = expression.name or expression.shape
                     raise ValueError(f"array {what} has no data; pass an array to newarray")
                 self.held[id(expression)] = {
-                    form: np.array(data[(*self._slices(expression, form), ...)])
+                    form: np.array(data[index_of(self._bounds(expression, form)[self.worker.rank])])
                     for form in self.plan.tiling(expression).forms
                 }
 
@@ -148,7 +148,7 @@ class TiledRun:
             _part(tile, parts[rank, to], held[rank]).reshape(-1)[: counts[rank, to]] for to in range(len(held))
         ]
         result = np.empty(tuple(wanted[rank, :, 1] - wanted[rank, :, 0]), tile.dtype)
-        for sender, piece in enumerate(all_to_all(pieces, counts[:, rank])):
+        for sender, piece in enumerate(all_to_all(pieces, counts[:, rank].tolist())):
             if len(piece):
                 place = _part(result, parts[sender, rank], wanted[rank])
                 place[...] = piece.reshape(place.shape)
@@ -203,9 +203,6 @@ class TiledRun:
         form, tile = next(iter(self.held[id(expression)].items()))
         return TiledArray(tile, expression, form, self)
 
-    def _slices(self, expression: Expression, form: Form) -> tuple[slice, ...]:
-        return tuple(slice(first, end) for first, end in self._bounds(expression, form)[self.worker.rank])
-
 
 def all_to_all(pieces: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
     """Send a flat piece to each worker, and receive `counts` elements from each."""
@@ -223,5 +220,4 @@ def all_to_all(pieces: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.n
 
 def _part(tile: np.ndarray, wanted: np.ndarray, held: np.ndarray) -> np.ndarray:
     """Return the wanted part of a tile as a view; both ranges are [start, end) per axis."""
-    ranges = zip(wanted, held, strict=True)
-    return tile[(*[slice(int(a - first), int(b - first)) for (a, b), (first, _) in ranges], ...)]
+    return tile[index_of(wanted - held[:, :1])]

@@ -23,7 +23,7 @@ from cohabit.server.importing.script import function_of_script
 
 if TYPE_CHECKING:  # importing the planner is slow, and --help does not need it
     from cohabit.planner.tiling import TilingGraph, TilingPlan
-    from cohabit.planner.tiling.arrays import Expression
+    from cohabit.planner.tiling.expressions import Expression
     from cohabit.planner.tiling.graph import Tiling
 
 _GLYPHS = {"row": "▤", "column": "▥", "block": "▦", "transposed block": "▦", "duplicated": "▤▥", "replicated": "■"}
@@ -168,8 +168,9 @@ def _lines(plan: "TilingPlan") -> list[_Line]:
     graph, names, lines = plan.graph, dict[int, str](), []
     for number, expression in enumerate(graph.expressions):
         operator = expression.operator
-        is_call = isinstance(operator, Map | Fold | Scan | JoinUpdate)
-        function = operator.call.name if is_call else type(operator).__name__.lower()
+        function = type(operator).__name__.lower()
+        if isinstance(operator, Map | Fold | Scan | JoinUpdate):
+            function = operator.call.name
         names[id(expression)] = expression.name or f"{function} {number}"
     for expression in (e for e in graph.expressions if not isinstance(e.operator, View)):
         moves = [
