@@ -9,7 +9,8 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from types import EllipsisType
+from typing import Literal
 
 import numpy as np
 
@@ -121,7 +122,7 @@ def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.stack([np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])], axis=-1)
 
 
-def index_of(place: np.ndarray) -> Any:
+def index_of(place: np.ndarray) -> tuple[slice | EllipsisType, ...]:
     """Return the index of ranges [start, end) per axis; it makes a view even of an array without axes."""
     return (*[slice(int(start), int(end)) for start, end in place], ...)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, Literal
 
 import numpy as np
@@ -153,5 +154,5 @@ def viewed(tile: np.ndarray, axes: tuple[int | None, ...]) -> np.ndarray:
     kept = [a for a in axes if a is not None]
     tile = tile.transpose(*kept, *[a for a in range(tile.ndim) if a not in kept])
     tile = tile.reshape(tile.shape[: len(kept)])
-    index: Any = (*[None if a is None else slice(None) for a in axes], ...)
+    index: tuple[slice | EllipsisType | None, ...] = (*[None if a is None else slice(None) for a in axes], ...)
     return tile[index]
