@@ -18,9 +18,9 @@ from cohabit.runtime.training.spill import SpillStore
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     NEVER,
-    StorageCopy,
     StorageRef,
     Tracked,
+    TrackedCopy,
     has_bytes,
     resize_storage,
     storage_nbytes,
@@ -56,7 +56,7 @@ class Residency:
         self._evictable: OrderedDict[Tracked, None] = OrderedDict()
         """Evictable storages, least recently used first."""
         self._deaths: deque[StorageRef] = deque()
-        self._copies: deque[StorageCopy] = deque()
+        self._copies: deque[TrackedCopy] = deque()
 
     # Tracking
 
@@ -181,7 +181,7 @@ class Residency:
             self.take_room(tracked.nbytes)
             self._allocate(tracked, storage)
             try:
-                self._copier.make(StorageCopy(tracked, storage, is_load=True))
+                self._copier.make(TrackedCopy(tracked, storage, is_load=True))
             except BaseException:
                 self._deallocate(tracked, storage)
                 raise
@@ -361,7 +361,7 @@ class Residency:
         if not tracked.is_out and not tracked.is_clean:
             if tracked.slot is None:
                 tracked.slot = self._spill.take(tracked.nbytes)
-            self._copier.make(StorageCopy(tracked, storage, is_load=False))
+            self._copier.make(TrackedCopy(tracked, storage, is_load=False))
             self.moved_bytes += tracked.nbytes
             tracked.is_clean = True
         self._leave(tracked, storage)
@@ -395,7 +395,7 @@ class Residency:
         slot, tracked.slot = tracked.slot, None
         tracked.is_clean = False
         if slot is not None:
-            self._spill.give_back(slot, tracked.nbytes)
+            self._spill.give_back(slot)
 
     # Copies while ops run
 
@@ -461,7 +461,7 @@ class Residency:
         return sum(copy.is_load == is_load for copy in self._copies)
 
     def _begin(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        copy = tracked.copy = StorageCopy(tracked, storage, is_load)
+        copy = tracked.copy = TrackedCopy(tracked, storage, is_load)
         self._copies.append(copy)
         self._copier.begin(copy)
 
@@ -471,7 +471,7 @@ class Residency:
             copy.end.wait()
             self._complete(copy)
 
-    def _complete(self, copy: StorageCopy) -> None:
+    def _complete(self, copy: TrackedCopy) -> None:
         """Apply a finished copy. The storage may have been used or written since the copy began."""
         tracked, storage = copy.tracked, copy.storage
         copy.storage = None

@@ -93,7 +93,7 @@ class Tracked:
         """The slot's bytes equal those in memory."""
         self.is_pinned = not storage.resizable()
         """The bytes may be read without an op: they stay in memory."""
-        self.copy: StorageCopy | None = None
+        self.copy: TrackedCopy | None = None
         self.stream = stream
         """Stream on which its memory was allocated."""
         self.writes = 0
@@ -126,18 +126,27 @@ class End(Protocol):
 class StorageCopy:
     """A copy to be made, or in progress. Its reference keeps the storage alive meanwhile."""
 
-    __slots__ = ("end", "error", "is_load", "slot", "storage", "tracked", "writes")
+    __slots__ = ("end", "error", "is_load", "nbytes", "slot", "storage")
     end: End
     """Set when the copy begins, if it runs beside ops."""
 
-    def __init__(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        self.tracked, self.storage, self.is_load = tracked, storage, is_load
-        self.slot = cast(SpillSlot, tracked.slot)
-        self.writes = tracked.writes
+    def __init__(self, slot: SpillSlot, storage: Any, nbytes: int, is_load: bool) -> None:
+        self.slot, self.storage, self.nbytes, self.is_load = slot, storage, nbytes, is_load
         self.error: BaseException | None = None
 
     def make(self) -> None:
         (self.slot.load if self.is_load else self.slot.save)(self.storage)
+
+
+class TrackedCopy(StorageCopy):
+    """A copy of a tracked storage."""
+
+    __slots__ = ("tracked", "writes")
+
+    def __init__(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
+        super().__init__(cast(SpillSlot, tracked.slot), storage, tracked.nbytes, is_load)
+        self.tracked = tracked
+        self.writes = tracked.writes
 
 
 def used_by(trackeds: Collection[Tracked]) -> int:
