@@ -19,7 +19,7 @@ class CopyTimes:
         self._depth = 0
         self.start()
         residency = limits._residency
-        residency._spill = _TimedStore(residency._spill, self)
+        residency.spill = _TimedStore(residency.spill, self)
         for name in ("make_room", "bring_in"):
             setattr(residency, name, self._waited(getattr(residency, name)))
 

@@ -18,6 +18,27 @@ def release_free_memory() -> None:
         trim(0)
 
 
+class _MallInfo(ctypes.Structure):
+    """What mallinfo2(3) returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that the process has allocated from the C library; 0 if it does not tell."""
+    info = getattr(_libc, "mallinfo2", None)
+    if info is None:
+        return 0
+    info.restype = _MallInfo
+    found = info()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
 def keep_freed_memory(nbytes: int) -> None:
     """Let the C library keep at most about this much freed memory, in one heap that all threads share.
 

@@ -1,11 +1,13 @@
 """Storages that a budget counts, and copies of their bytes in progress."""
 
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
+import torch
 from torch._C import StorageBase
 
 from cohabit.runtime.training.spill import SpillSlot
@@ -22,14 +24,28 @@ _SMOOTHING: Final = 64
 
 storage_nbytes: Callable[[Any], int] = StorageBase.nbytes  # type: ignore[attr-defined]
 resize_storage: Callable[[Any, int], Any] = StorageBase.resize_  # type: ignore[attr-defined]
-_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
+storage_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
 """Torch's originals: `outside.py` replaces these methods of `UntypedStorage`."""
+
+
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+"""Number of tensors over a storage, given by its `_cdata`, and of its Python object."""
+
+
+def _references() -> int:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+REFERENCES: Final = _references()
+"""`sys.getrefcount` of the Python object of a tensor's storage that one variable holds."""
 
 
 def has_bytes(storage: Any) -> bool:
     """Whether a storage has memory. That of a tensor of zeros that forward differentiation makes has none."""
     try:
-        return _address(storage) != 0
+        return storage_address(storage) != 0
     except RuntimeError:
         return False
 
