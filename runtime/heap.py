@@ -1,6 +1,8 @@
 """Controls how much freed memory glibc's heap keeps."""
 
 import ctypes
+import mmap
+from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 KEPT_BYTES = 8 << 20
@@ -37,6 +39,13 @@ def allocated_bytes() -> int:
     info.restype = _MallInfo
     found = info()
     return int(found.uordblks) + int(found.hblkhd)
+
+
+def resident_bytes() -> int:
+    """Return the process's resident memory; 0 if the system does not tell."""
+    with suppress(OSError), open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
+    return 0
 
 
 def keep_freed_memory(nbytes: int) -> None:

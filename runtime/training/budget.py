@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mod
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
-from cohabit.runtime.heap import allocated_bytes, release_free_memory
+from cohabit.runtime.heap import allocated_bytes, release_free_memory, resident_bytes
 from cohabit.runtime.training.copying import CopyThread
 from cohabit.runtime.training.first_step import FirstStep
 from cohabit.runtime.training.history import History
@@ -57,7 +57,7 @@ from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.spill import FileSpill, PinnedSpill, RamSpill
 from cohabit.runtime.training.state import OptimizerState, runs_in_parts
 from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread
-from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, used_by
+from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, storage_nbytes, used_by
 
 _log = logging.getLogger("cohabit.training")
 
@@ -189,7 +189,6 @@ class Budget:
         """This thread's, while ops are seen."""
         self._watching = ExitStack()
         """What sees the ops and the reads of all threads."""
-        self._states: list[OptimizerState] = []
         self._interrupts = Interrupts()
         self._reset_steps()
 
@@ -200,6 +199,7 @@ class Budget:
         self._saved = SavedTensors(
             self._device, residency.copier, residency.spill, self._lock, self._record, self._interrupts.deliver
         )
+        self._states: list[OptimizerState] = []
         self._steps = 0
         self._recorded_state_bytes = 0
         self._updating_bytes = 0
@@ -242,6 +242,44 @@ class Budget:
         """Bytes of tensors that were dropped and computed again so far, instead of being copied out and in."""
         return self._residency.recomputed_bytes
 
+    @property
+    def waits(self) -> int:
+        """Number of times that the loop has waited for a copy since ops are no longer seen."""
+        return self._saved.waits + sum(state.waits for state in self._states)
+
+    @property
+    def held_bytes(self) -> int:
+        """Most bytes that had to leave, and stayed because the loop holds them too."""
+        return max(self._saved.held_bytes, sum(state.held_bytes for state in self._states))
+
+    def __str__(self) -> str:
+        if self.limit_bytes is None:
+            return f"peak {format_bytes(self.peak_bytes)} of a first step without a limit"
+        moves = "what autograd and the optimizers own" if self._mode is None else "whatever ops read"
+        return (
+            f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}, exceeded by"
+            f" {format_bytes(self.exceeded_bytes)}; moved {format_bytes(self.moved_bytes)} ({moves}), waited"
+            f" {self.waits} times; {format_bytes(self.held_bytes)} stayed because the loop holds them too; the process"
+            f" has {format_bytes(resident_bytes())}"
+        )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block, nothing more leaves memory, and the optimizers' state is in memory."""
+        with self._lock:
+            before, self._saved.limit_bytes = self._saved.limit_bytes, None
+            seen, self._residency.limit_bytes = self._residency.limit_bytes, NEVER
+            goals = [state.out_goal for state in self._states]
+            for state in self._states:
+                state.bring_all_in()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._saved.limit_bytes, self._residency.limit_bytes = before, seen
+                for state, goal in zip(self._states, goals, strict=True):
+                    state.out_goal = goal
+
     def reset_peak(self) -> None:
         self._residency.peak_bytes = self._residency.used_bytes
         self._saved.peak_bytes = 0
@@ -278,6 +316,11 @@ class Budget:
             if self._optimizers:
                 self._own()
                 context.enter_context(self._saved.hooks())
+                residency, deliver = self._residency, self._interrupts.deliver
+                self._states = [
+                    OptimizerState(o, self._device, residency.copier, residency.spill, self._lock, deliver)
+                    for o in self._optimizers
+                ]
                 first = FirstStep(self._optimizers, self._residency, self._lock, self)
                 context.enter_context(first.measured())
             context.enter_context(threads_in(self._thread_context))
@@ -317,8 +360,12 @@ class Budget:
         self._pins = self._watching.enter_context(watching(kept, self._lock))
         kept.peak_bytes = kept.used_bytes
         kept.noted = self._note
+        self._saved.nbytes_of = kept.nbytes_of
+        above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]  # modes of the loop's own
         self._mode = _Mode(self)
         self._mode.__enter__()
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def _stop_seeing(self) -> None:
         """Bring everything in, and leave the mode, whichever modes the loop has entered since."""
@@ -335,6 +382,7 @@ class Budget:
         with self._lock:
             self._residency.bring_all_in()
             self._residency.noted = lambda: None
+            self._saved.nbytes_of = storage_nbytes
         self._watching.close()
 
     def _thread_context(self) -> AbstractContextManager[Any]:
@@ -397,7 +445,7 @@ class Budget:
 
     def _all_state_bytes(self) -> int:
         """Bytes of all optimizers' state, in memory or not."""
-        if self._states:
+        if self._mode is None and self._steps > 1:
             return sum(state.total_bytes for state in self._states)
         found = [t for o in self._optimizers for values in o.state.values() for t in state_tensors(values)]
         return sum(t.nbytes for t in found if t.device == self._device and t.nbytes >= LEAST_BYTES)
@@ -431,12 +479,17 @@ class Budget:
                 self._residency.peak_bytes = 0
                 if self._mode is not None:
                     self._residency.limit_bytes = self._limit_bytes
-            if self._mode is None:
-                if self._record.is_recording:
-                    self._record.finish_recording()
-                self._move_only_saved()
-            else:
+            if self._mode is not None:
                 self._record.begin_recording()
+                return
+            if self._record.is_recording:
+                self._record.finish_recording()
+            tensors = list(tensors_of(self._owners))
+            if self._must_see_ops(tensors) or not (self._can_move_only_saved() or unseen_module(self._owners)):
+                self._see_ops(tensors)
+                self._residency.limit_bytes = self._limit_bytes or NEVER
+            else:
+                self._move_only_saved()
         elif self._steps == 2 and self._mode is not None:
             self._record.finish_recording()
             if self._can_move_only_saved():
@@ -468,12 +521,10 @@ class Budget:
         limit_bytes, step = self._limit_bytes, self._record.step
         assert limit_bytes is not None
         assert step is not None
-        residency, saved = self._residency, self._saved
+        saved = self._saved
         self._own()
         over = step.height + self._recorded_state_bytes - limit_bytes
-        for optimizer in self._optimizers:
-            state = OptimizerState(optimizer, self._device, residency.copier, residency.spill, self._lock)
-            self._states.append(state)
+        for state in self._states:
             state.room = partial(self._room_of, state)
             state.start(max(over, 0))
             over -= state.total_bytes

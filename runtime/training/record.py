@@ -79,6 +79,8 @@ class Record:
         self._first_pack = 0
         """Number of the step's first pack."""
         self.has_departed = False
+        self._is_alike = True
+        """Only sizes differ from the recorded ones so far."""
         self._ratio = 1.0
         """Size of this step's storages over that of the recorded ones."""
         self._is_updating = False
@@ -133,19 +135,21 @@ class Record:
         if self.step is None:
             return
         if self._at >= len(self.step.events):
-            self.has_departed = True
+            self.has_departed, self._is_alike = True, False
             return
         expected = self.step.events[self._at]
         if expected.nbytes != nbytes or expected.number != number:
             self.has_departed = True
-            if expected.nbytes * nbytes > 0:
+            if expected.nbytes * nbytes > 0 and expected.number == number:
                 self._ratio = max(self._ratio, nbytes / expected.nbytes)
+            else:
+                self._is_alike = False
 
     def end_step(self, packs: int) -> bool:
         """The step ends; `packs` is the number of the next one's first pack. Returns whether it followed the record."""
         followed = self.step is not None and not self.has_departed
         self._at, self._first_pack = -1, packs
-        self.has_departed, self._ratio = False, 1.0
+        self.has_departed, self._is_alike, self._ratio = False, True, 1.0
         self._began_s = self._clock()
         return followed
 
@@ -158,6 +162,8 @@ class Record:
         index = min(max(self._at, 0), len(step.events) - 1)
         if not self.has_departed:
             return step.beside[index], self._peaks[index]
+        if self._is_alike:
+            return self._scaled(step.beside[index]), self._scaled(self._peaks[index])
         return self._scaled(step.most_beside), self._scaled(self._peaks[index])
 
     def soon_beside(self) -> int:
@@ -165,9 +171,9 @@ class Record:
         step = self.step
         if step is None or not step.events:
             return self.beside()[0]
-        if self.has_departed:
+        if not self._is_alike:
             return self._scaled(step.most_beside)
-        return self._soon[min(max(self._at, 0), len(step.events) - 1)]
+        return self._scaled(self._soon[min(max(self._at, 0), len(step.events) - 1)])
 
     def _scaled(self, nbytes: int) -> int:
         """Scale what grows with the batch: all but the least that there was at any time."""
@@ -178,7 +184,7 @@ class Record:
     def upcoming(self, first_pack: int) -> Iterator[int]:
         """Yield storages in the order in which they are unpacked after this one, by their first pack."""
         step = self.step
-        if step is not None and not self.has_departed:
+        if step is not None and self._is_alike:
             for event in step.events[self._at + 1 : self._at + 1 + _UPCOMING]:
                 if event.nbytes < 0:
                     yield self._first_pack + event.number

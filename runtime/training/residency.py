@@ -69,6 +69,11 @@ class Residency:
         # Python reuses the ids of dead storages.
         return found if found is not None and found.ref() is storage else None
 
+    def nbytes_of(self, storage: Any) -> int:
+        """Return the size that a storage has in memory."""
+        found = self.find(storage)
+        return storage_nbytes(storage) if found is None else found.nbytes
+
     def track(self, storage: Any) -> Tracked | None:
         """Count a storage from now on. Returns None if it is too small, or on another device."""
         found = self.find(storage)

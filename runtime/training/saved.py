@@ -85,12 +85,7 @@ _Packed = tuple[torch.Tensor, int] | tuple[torch.Tensor, int, _Saved, _Entry, to
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares storage and version, and may be held by the node of the tensor without a cycle."""
-    if tensor.grad_fn is None:
-        return tensor
-    if not _modes():
-        return tensor.detach()
-    with torch._C._DisableTorchDispatch():  # modes of the loop's own see what they see in eager PyTorch
-        return tensor.detach()
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 @contextmanager
@@ -123,6 +118,8 @@ class SavedTensors:
         """Called at the end of each hook: handles a signal that came meanwhile."""
         self.limit_bytes: int | None = None
         """None: nothing leaves."""
+        self.nbytes_of: Callable[[Any], int] = storage_nbytes
+        """Returns the size of a storage, also of one that a mode has evicted."""
         self.others_bytes: Callable[[], int] = int
         """Returns the bytes in memory that move, but are not autograd's: the optimizers' state."""
         self.free_others: Callable[[], bool] = bool
@@ -175,6 +172,18 @@ class SavedTensors:
     # Hooks
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        if not _modes():
+            return self._pack(tensor)
+        with torch._C._DisableTorchDispatch():  # modes of the loop's own see what they see in eager PyTorch
+            return self._pack(tensor)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        if not _modes():
+            return self._unpack(packed)
+        with torch._C._DisableTorchDispatch():
+            return self._unpack(packed)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
         if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or _is_wrapped(tensor):
             return _detached(tensor)
         version, kept = tensor._version, _detached(tensor)
@@ -183,7 +192,7 @@ class SavedTensors:
         if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
             return kept, version
         storage = tensor.untyped_storage()
-        nbytes = storage_nbytes(storage)
+        nbytes = self.nbytes_of(storage)
         if nbytes < LEAST_BYTES or storage._cdata in self._owned:
             return kept, version
         try:
@@ -220,7 +229,7 @@ class SavedTensors:
         probe.data = self._empty_of(tensor.dtype)
         return probe, version, saved, entry, tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
-    def unpack(self, packed: Any) -> torch.Tensor:
+    def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is not tuple:
             return packed  # type: ignore[no-any-return]
         probe, version = packed[:2]
@@ -240,7 +249,7 @@ class SavedTensors:
                 self._bring(saved, entry)
                 if offset < 0:
                     return probe  # type: ignore[no-any-return]
-                return self._rebuilt(probe, saved.storage, shape, stride, offset)
+                return self._over(probe, saved.storage, shape, stride, offset)
         finally:
             self._deliver()
 
@@ -274,14 +283,6 @@ class SavedTensors:
         self._loops.add(thread)
         if len(self._loops) == 1:
             self.record.event(nbytes, entry.first_pack, self.in_bytes + self.out_bytes)
-
-    def _rebuilt(
-        self, probe: torch.Tensor, storage: Any, shape: torch.Size, stride: tuple[int, ...], offset: int
-    ) -> torch.Tensor:
-        if not _modes():
-            return self._over(probe, storage, shape, stride, offset)
-        with torch._C._DisableTorchDispatch():
-            return self._over(probe, storage, shape, stride, offset)
 
     def _over(
         self, probe: torch.Tensor, storage: Any, shape: torch.Size, stride: tuple[int, ...], offset: int

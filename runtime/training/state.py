@@ -161,8 +161,12 @@ class OptimizerState:
         copier: Copier,
         spill: SpillStore,
         lock: AbstractContextManager[Any],
+        deliver: Callable[[], None],
     ) -> None:
         self._optimizer = weakref.proxy(optimizer)
+        self._deliver = deliver
+        """Called at the end of each hook: handles a signal that came meanwhile."""
+        self.is_moving = False
         self._device, self._copier, self._spill, self.lock = device, copier, spill, lock
         self.out_goal = 0
         """Bytes to be out between two steps."""
@@ -218,6 +222,8 @@ class OptimizerState:
     # A step
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.is_moving:
+            return
         with self.lock:
             self._wrap()
             self._restore_groups()
@@ -228,16 +234,21 @@ class OptimizerState:
                 for key, away in list(self._away.items()):
                     self._load(away)
                     self._take_back(key, away)
+        self._deliver()
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.is_moving:
+            return
         with self.lock:
             self._restore_groups()
             self._count()
             self.leave_for(self.out_goal)
+        self._deliver()
 
     def start(self, goal_bytes: int) -> None:
         """Begin to move, between two steps: so many bytes are to be out then."""
         with self.lock:
+            self.is_moving = True
             self._wrap()
             self.out_goal = min(goal_bytes, self.total_bytes)
             self.leave_for(self.out_goal)
