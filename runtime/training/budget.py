@@ -538,9 +538,10 @@ class Budget:
 
     def _room_of(self, state: OptimizerState) -> int:
         """Return the bytes that an optimizer's state and update may take."""
-        assert self._limit_bytes is not None
+        if self._saved.limit_bytes is None:
+            return NEVER
         others = self._state_bytes() - state.in_bytes
-        return self._limit_bytes - self._updating_bytes - self._saved.in_bytes - others
+        return self._saved.limit_bytes - self._updating_bytes - self._saved.in_bytes - others
 
     def _prefetch_state(self, free_bytes: int) -> None:
         for state in self._states:
