@@ -301,7 +301,8 @@ class Budget:
                 _active.add(self)
             context.enter_context(self._interrupts.held())
             self._reset_steps()
-            sees_ops = self._must_see_ops(tensors) or not (unseen_module(self._owners) or has_compiled())
+            is_unseen = unseen_module(self._owners) is not None or has_compiled()
+            sees_ops = self._must_see_ops(tensors) or self._residency.copier.takes_memory_at_once or not is_unseen
             self._residency.start()
             context.callback(self._residency.stop)
             context.callback(self._restore)  # before the copy thread ends, which may have copies under way
@@ -510,6 +511,8 @@ class Budget:
         """Whether the step fits if only autograd's and the optimizers' tensors leave."""
         step, limit_bytes = self._record.step, self._limit_bytes
         if step is None or limit_bytes is None or not step.events or self._saved.loops > 1:
+            return False
+        if self._residency.copier.takes_memory_at_once:  # a GPU, where the order of streams is not checked yet
             return False
         largest = max((p.nbytes for o in self._optimizers for g in o.param_groups for p in g["params"]), default=0)
         part = _UPDATED * largest if all(map(runs_in_parts, self._optimizers)) else self._all_state_bytes()
