@@ -130,7 +130,9 @@ MIXING: dict[str, Case] = {
     "attention": (lambda m, x: (x @ x.T).softmax(-1) @ x, FLOATS),
     "fused_attention": (lambda m, x: functional.scaled_dot_product_attention(x[None], x[None], x[None])[0], FLOATS),
     "causal_by_row": (
-        lambda m, x: functional.scaled_dot_product_attention(x[None], m.experts[:1], m.experts[:1], is_causal=True)[0],
+        lambda m, x: functional.scaled_dot_product_attention(x[None], m.experts[:1], m.experts[:1], is_causal=True)[
+            0
+        ],
         FLOATS,
     ),
     "einsum": (lambda m, x: torch.einsum("bi,bj->ij", x, x) + x[:, None], FLOATS),
@@ -169,7 +171,10 @@ MIXING: dict[str, Case] = {
     "pooling": (lambda m, x: functional.avg_pool1d(x.T[None], 3, 1, 1)[0].T, FLOATS),
     "padding": (lambda m, x: functional.pad(x, (0, 0, 1, 0))[:-1], FLOATS),
     "windows": (lambda m, x: x + functional.pad(x, (0, 0, 1, 1)).unfold(0, 3, 1).sum(-1), FLOATS),
-    "time": (lambda m, x: x + functional.conv2d(x[None, None], torch.ones(1, 1, 3, 1), padding=(1, 0))[0, 0], TOKENS) ,
+    "time": (
+        lambda m, x: x + functional.conv2d(x[None, None], torch.ones(1, 1, 3, 1), padding=(1, 0))[0, 0],
+        TOKENS,
+    ),
     "merged_and_reduced": (lambda m, x: x + x.reshape(-1, 4).mean(0), TOKENS),
     "merged_halves": (lambda m, x: x.reshape(2, -1, 4).transpose(0, 1).reshape(x.shape), TOKENS),
     "turned_and_merged": (lambda m, x: x.transpose(0, 1).reshape(-1, 6, 4), TOKENS),
@@ -244,7 +249,9 @@ def last_token(x: Tensor, lengths: Tensor) -> Tensor:
 
 def grid(x: Tensor) -> Tensor:
     theta = torch.eye(2, 3).expand(x.shape[0], 2, 3) + x.mean((1, 2, 3))[:, None, None] * 0.1
-    return functional.grid_sample(x, functional.affine_grid(theta, x.shape, align_corners=False), align_corners=False)
+    return functional.grid_sample(
+        x, functional.affine_grid(theta, x.shape, align_corners=False), align_corners=False
+    )
 
 
 def normalized_adjacency(x: Tensor) -> Tensor:
@@ -272,7 +279,10 @@ INDEPENDENT: dict[str, Case] = {
     "length_first": (lambda m, x: m.linear(x.transpose(0, 1)).transpose(0, 1), TOKENS),
     "embedding": (lambda m, i: m.table(i) + m.table(torch.arange(6)), IDS),
     "positions_of_rows": (lambda m, i: m.table(i) + m.table(torch.arange(6).expand(i.shape[0], 6)), IDS),
-    "sinusoids": (lambda m, x: x + torch.stack([torch.arange(6.0).sin(), torch.arange(6.0).cos()], -1).repeat(1, 2), TOKENS),
+    "sinusoids": (
+        lambda m, x: x + torch.stack([torch.arange(6.0).sin(), torch.arange(6.0).cos()], -1).repeat(1, 2),
+        TOKENS,
+    ),
     "bags": (lambda m, i: m.bag(i), IDS),
     "bags_by_offsets": (
         lambda m, i: functional.embedding_bag(
@@ -294,11 +304,17 @@ INDEPENDENT: dict[str, Case] = {
     "interpolate": (lambda m, x: functional.interpolate(x, scale_factor=2, mode="bilinear"), IMAGES),
     "transposed_convolution": (lambda m, x: functional.adaptive_avg_pool2d(m.up(x), 3), IMAGES),
     "squeeze_excite": (lambda m, x: x * m.linear(x.mean((2, 3))).sigmoid()[:, :, None, None], IMAGES),
-    "patches": (lambda m, x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2), IMAGES),
+    "patches": (
+        lambda m, x: x.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2),
+        IMAGES,
+    ),
     "unfold_and_fold": (lambda m, x: functional.fold(functional.unfold(x, 2, stride=2), 8, 2, stride=2), IMAGES),
     "filters_of_each_image": (own_filters, IMAGES),
     "one_hot": (lambda m, i: functional.one_hot(i, 7).sum(1), IDS),
-    "counts_per_row": (lambda m, i: torch.zeros(i.shape[0], 7, dtype=i.dtype).scatter_add(1, i, torch.ones_like(i)), IDS),
+    "counts_per_row": (
+        lambda m, i: torch.zeros(i.shape[0], 7, dtype=i.dtype).scatter_add(1, i, torch.ones_like(i)),
+        IDS,
+    ),
     "last_token": (lambda m, x, n: last_token(x, n), LENGTHS),
     "last_token_by_gather": (lambda m, x, n: x.gather(1, (n % 6)[:, None, None].expand(-1, 1, 4))[:, 0], LENGTHS),
     "tokens_by_row_numbers": (
@@ -306,9 +322,9 @@ INDEPENDENT: dict[str, Case] = {
         TOKENS,
     ),
     "tokens_by_repeated_row_numbers": (
-        lambda m, x: x[
-            torch.arange(x.shape[0]).repeat_interleave(2), x.sum(-1).topk(2).indices.flatten()
-        ].view(-1, 2, 4),
+        lambda m, x: x[torch.arange(x.shape[0]).repeat_interleave(2), x.sum(-1).topk(2).indices.flatten()].view(
+            -1, 2, 4
+        ),
         TOKENS,
     ),
     "mean_of_valid": (
@@ -337,7 +353,10 @@ INDEPENDENT: dict[str, Case] = {
     "masked_write": (lambda m, i: _zeroed(m.table(i), i == 0), IDS),
     "part_written": (lambda m, x: _part_zeroed(x), TOKENS),
     "class_token": (lambda m, x: torch.cat([m.gate.expand(x.shape[0], 1, 4), x], 1), TOKENS),
-    "class_token_by_repeat": (lambda m, x: torch.cat([m.gate.view(1, 1, 4).repeat(x.shape[0], 1, 1), x], 1), TOKENS),
+    "class_token_by_repeat": (
+        lambda m, x: torch.cat([m.gate.view(1, 1, 4).repeat(x.shape[0], 1, 1), x], 1),
+        TOKENS,
+    ),
     "guidance_twice": (lambda m, x: m.linear(torch.cat([x, x * 0])).chunk(2)[0], FLOATS),
     "beams": (lambda m, x: m.linear(x.repeat_interleave(3, 0)).view(x.shape[0], 3, 4).amax(1), FLOATS),
     "states_of_zeros": (lambda m, x: m.gru(x.transpose(0, 1), torch.zeros(1, x.shape[0], 4))[0][-1], TOKENS),
@@ -350,17 +369,24 @@ INDEPENDENT: dict[str, Case] = {
     "normalized": (lambda m, x: functional.normalize(x, dim=-1), TOKENS),
     "adjacency": (lambda m, x: normalized_adjacency(x), TOKENS),
     "outer_products": (lambda m, x: (x[:, :, None] * x[:, None]).flatten(1), FLOATS),
-    "upper_triangle": (lambda m, x: (x @ x.mT)[:, torch.triu_indices(6, 6, 1)[0], torch.triu_indices(6, 6, 1)[1]], TOKENS),
+    "upper_triangle": (
+        lambda m, x: (x @ x.mT)[:, torch.triu_indices(6, 6, 1)[0], torch.triu_indices(6, 6, 1)[1]],
+        TOKENS,
+    ),
     "prelu": (lambda m, x: m.prelu(x.transpose(1, 2)), TOKENS),
     "glu": (lambda m, x: functional.glu(x, -1), TOKENS),
     "complex_rotation": (
         lambda m, x: torch.view_as_real(
-            torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous()) * torch.polar(torch.ones(2), torch.arange(2.0))
+            torch.view_as_complex(x.unflatten(-1, (2, 2)).contiguous())
+            * torch.polar(torch.ones(2), torch.arange(2.0))
         ).flatten(-2),
         TOKENS,
     ),
     "gumbel_free_codes": (lambda m, x: functional.one_hot(x.argmax(-1), 4).float() @ m.linear.weight, TOKENS),
-    "log_mel": (lambda m, x: torch.stft(x.flatten(1), 8, 4, window=torch.ones(8), return_complex=True).abs().log1p(), TOKENS),
+    "log_mel": (
+        lambda m, x: torch.stft(x.flatten(1), 8, 4, window=torch.ones(8), return_complex=True).abs().log1p(),
+        TOKENS,
+    ),
     "huber": (lambda m, x: functional.smooth_l1_loss(x, m.gate.expand_as(x), reduction="none"), FLOATS),
     "median_per_row": (lambda m, x: x.flatten(1).median(1).values, TOKENS),
     "bucketed": (lambda m, x: m.table(torch.bucketize(x, torch.linspace(-1, 1, 5))), FLOATS),
