@@ -62,13 +62,13 @@ def find_mixing(model: FxModel, symbols: Sequence[Mapping[str, int]]) -> str | N
     """
     assert model.batch_symbol is not None
     for others in symbols:
-        reason = _Follower(model.root, Sizes(model.batch_symbol, others)).mixing(model)
+        reason = BatchFollower(model.root, Sizes(model.batch_symbol, others)).mixing(model)
         if reason is not None:
             return reason
     return None
 
 
-class _Follower:
+class BatchFollower:
     """Follows the batch through a graph and its branches, loops and regions."""
 
     def __init__(self, root: torch.nn.Module, sizes: Sizes) -> None:

@@ -361,7 +361,7 @@ def reduced(call: Call) -> Layout:
 
 @_rule(
     "softmax log_softmax _softmax _log_softmax _safe_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort topk"
-    " argsort glu linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2"
+    " argsort glu diff linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2"
     " fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn"
 )
 def scanned(call: Call) -> Layout:

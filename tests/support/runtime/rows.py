@@ -1,6 +1,7 @@
 """Programs in which the rows of a batch influence one another, programs in which they do not, and their trials."""
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 from torch.export import Dim
 from torch.nn import functional
+from torch.utils import _pytree as pytree
 
 from cohabit.runtime.lowering.exported import from_program
 from cohabit.runtime.lowering.model import FxModel
@@ -19,23 +21,41 @@ BATCH = 5
 
 
 class Parts(nn.Module):
-    """Layers that programs use, for rows of 4 numbers or [6, 4] numbers, images [4, 8, 8] and ids below 7."""
+    """Layers that programs use, made at their first use, for rows of 4 numbers or [6, 4] numbers, images [4, 8, 8] and ids below 7."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.bag, self.offsets = nn.Embedding(64, 4), nn.EmbeddingBag(7, 4), nn.Embedding(49, 2)
-        self.linear, self.router, self.wide = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 12)
-        self.experts = nn.Parameter(torch.randn(3, 4, 4))
-        self.gru, self.lstm = nn.GRU(4, 4), nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True)
-        self.cell = nn.LSTMCell(4, 4)
-        self.conv1, self.conv2 = nn.Conv1d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=2)
-        self.up = nn.ConvTranspose2d(4, 4, 2, 2)
-        self.group, self.norm = nn.GroupNorm(2, 4), nn.LayerNorm(4)
-        self.trained, self.instance = nn.BatchNorm2d(4), nn.InstanceNorm2d(4)
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
-        self.bilinear, self.prelu = nn.Bilinear(4, 4, 4), nn.PReLU(4)
-        self.gate = nn.Parameter(torch.randn(4))
+    def __getattr__(self, name: str) -> Any:
+        if name in MAKERS and name not in self._modules and name not in self._parameters:
+            torch.manual_seed(0)
+            made = MAKERS[name]()
+            (self._parameters if isinstance(made, nn.Parameter) else self._modules)[name] = made
+            self.eval()
+        return super().__getattr__(name)
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "table": lambda: nn.Embedding(64, 4),
+    "bag": lambda: nn.EmbeddingBag(7, 4),
+    "offsets": lambda: nn.Embedding(49, 2),
+    "linear": lambda: nn.Linear(4, 4),
+    "router": lambda: nn.Linear(4, 3),
+    "wide": lambda: nn.Linear(4, 12),
+    "experts": lambda: nn.Parameter(torch.randn(3, 4, 4)),
+    "gru": lambda: nn.GRU(4, 4),
+    "lstm": lambda: nn.LSTM(4, 4, 2, batch_first=True, bidirectional=True),
+    "cell": lambda: nn.LSTMCell(4, 4),
+    "conv1": lambda: nn.Conv1d(4, 4, 3, padding=1),
+    "conv2": lambda: nn.Conv2d(4, 4, 3, padding=1, groups=2),
+    "up": lambda: nn.ConvTranspose2d(4, 4, 2, 2),
+    "group": lambda: nn.GroupNorm(2, 4),
+    "norm": lambda: nn.LayerNorm(4),
+    "trained": lambda: nn.BatchNorm2d(4),
+    "instance": lambda: nn.InstanceNorm2d(4),
+    "attention": lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True),
+    "bilinear": lambda: nn.Bilinear(4, 4, 4),
+    "prelu": lambda: nn.PReLU(4),
+    "gate": lambda: nn.Parameter(torch.randn(4)),
+}
 
 
 class Program(nn.Module):
@@ -65,8 +85,9 @@ def exported(module: nn.Module, inputs: Sequence[Tensor]) -> torch.export.Export
 
 
 def model_of(function: Callable[..., Any], inputs: Sequence[Tensor]) -> FxModel:
-    torch.manual_seed(0)
-    return from_program("m", exported(Program(function), inputs))
+    module = Program(function).eval()
+    module(*inputs)
+    return from_program("m", exported(module, inputs))
 
 
 def mixing(function: Callable[..., Any], inputs: Sequence[Tensor]) -> str | None:
@@ -125,7 +146,7 @@ MIXING: dict[str, Case] = {
     "roll": (lambda m, x: x.roll(1, 0), FLOATS),
     "roll_of_all": (lambda m, x: x.roll(1), FLOATS),
     "flip": (lambda m, x: x.flip(0), FLOATS),
-    "statistics": (lambda m, x: functional.instance_norm(x[None])[0], TOKENS),
+    "statistics": (lambda m, x: functional.layer_norm(x.mT, (6,)).mT / x.std(0), TOKENS),
     "turned_layer_norm": (lambda m, x: functional.layer_norm(x.T, (x.shape[0],)).T, FLOATS),
     "attention": (lambda m, x: (x @ x.T).softmax(-1) @ x, FLOATS),
     "fused_attention": (lambda m, x: functional.scaled_dot_product_attention(x[None], x[None], x[None])[0], FLOATS),
@@ -416,3 +437,131 @@ def _no_grad(m: Parts, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = m.linear(x)
     return y + x
+
+
+def special_neighbours(x: Tensor, row: int, dim: int = 0) -> list[Tensor]:
+    """Return the same row among zeros, ones, copies of itself, NaN, and huge or, of integers, other values."""
+    own = x.select(dim, row).unsqueeze(dim)
+    filled = [torch.zeros_like(x), torch.ones_like(x), own.expand_as(x).clone(), x.flip(dim)]
+    if x.is_floating_point() or x.is_complex():
+        filled += [torch.full_like(x, torch.nan), torch.full_like(x, torch.inf), torch.full_like(x, 1e30)]
+    elif x.dtype is not torch.bool and x.numel():
+        filled.append(torch.full_like(x, int(x.max())))
+    for neighbours in filled:
+        neighbours.narrow(dim, row, 1).copy_(own)
+    return filled
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have equal elements; NaN equals NaN."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def influence(run: Callable[..., Any], inputs: Sequence[Tensor], row: int = 1) -> str | None:
+    """Run a program with special neighbours of one row; return an output of that row that differs, or None."""
+    expected = leaves(run(*inputs))
+    for n, given in enumerate(zip(*_cycled([special_neighbours(x, row) for x in inputs]), strict=True)):
+        try:
+            found = leaves(run(*given))
+        except (RuntimeError, IndexError):
+            continue  # a value out of range: the server runs such requests one by one
+        for output, (a, b) in enumerate(zip(found, expected, strict=True)):
+            if not same_bits(a[row], b[row]):
+                return f"output {output} with neighbours {n}"
+    return None
+
+
+def _cycled(kinds: list[list[Tensor]]) -> list[list[Tensor]]:
+    count = max(map(len, kinds))
+    return [(own * count)[:count] for own in kinds]
+
+
+def leaves(results: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
+
+
+Step = tuple[int, int, int, int]
+
+
+class Generated(nn.Module):
+    """A program of random steps on x [batch, 4, 6] and y [batch, 6]; batches are in any dimension of its values."""
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        super().__init__()
+        self.steps = steps
+        self.weight, self.row = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        values = [x, y]
+        for op, a, b, k in self.steps:
+            values.append(
+                STEPS[op % len(STEPS)](self, values[-1 - a % len(values)], values[-1 - b % len(values)], k)
+            )
+        return values[-1]
+
+
+def _dim(x: Tensor, k: int) -> int:
+    """Return a dimension: the first, which often is the batch, less often than others."""
+    return k % x.dim() if k % 5 == 0 or x.dim() == 1 else 1 + k % (x.dim() - 1)
+
+
+STEPS: tuple[Callable[[Generated, Tensor, Tensor, int], Tensor], ...] = (
+    *(lambda m, x, y, k: x.tanh(), lambda m, x, y, k: x * 0.5 + 1, lambda m, x, y, k: x.abs().sqrt()),
+    *(lambda m, x, y, k: x + y, lambda m, x, y, k: x * y, lambda m, x, y, k: torch.where(y > 0, x, y)),
+    *(lambda m, x, y, k: x @ m.weight, lambda m, x, y, k: x * m.row, lambda m, x, y, k: x @ y.transpose(-1, -2)),
+    *(lambda m, x, y, k: x.softmax(_dim(x, k)), lambda m, x, y, k: x.cumsum(_dim(x, k))),
+    *(lambda m, x, y, k: x - x.mean(_dim(x, k), keepdim=True), lambda m, x, y, k: x.amax(_dim(x, k))),
+    *(lambda m, x, y, k: x.sort(dim=_dim(x, k)).values, lambda m, x, y, k: x.flip(_dim(x, k))),
+    *(lambda m, x, y, k: x.roll(1, _dim(x, k)), lambda m, x, y, k: x.transpose(0, _dim(x, k))),
+    *(lambda m, x, y, k: x.transpose(-1, -2), lambda m, x, y, k: x.flatten(k % 2)),
+    *(lambda m, x, y, k: x.unflatten(-1, (2, -1)), lambda m, x, y, k: x.unsqueeze(k % (x.dim() + 1))),
+    *(
+        lambda m, x, y, k: x.flatten(0, 1),
+        lambda m, x, y, k: x.reshape(-1, 6),
+        lambda m, x, y, k: x.reshape(-1, 4, 6),
+    ),
+    *(lambda m, x, y, k: torch.cat([x, x * 2], _dim(x, k)), lambda m, x, y, k: torch.stack([x, x + 1], k % 3)),
+    *(lambda m, x, y, k: x.select(_dim(x, k), 0), lambda m, x, y, k: x.narrow(_dim(x, k), 0, 2)),
+    *(lambda m, x, y, k: x[..., ::2], lambda m, x, y, k: x.chunk(2, _dim(x, k))[0]),
+    *(
+        lambda m, x, y, k: x.masked_fill(x > 0, 0.0),
+        lambda m, x, y, k: x / (1 + x.norm(dim=_dim(x, k), keepdim=True)),
+    ),
+    *(lambda m, x, y, k: functional.layer_norm(x, x.shape[-1:]), lambda m, x, y, k: x.topk(2, -1).values),
+    *(lambda m, x, y, k: x.gather(-1, x.argsort(-1)), lambda m, x, y, k: x.repeat_interleave(2, _dim(x, k))),
+    *(lambda m, x, y, k: x.expand(2, *x.shape), lambda m, x, y, k: torch.einsum("...i,...j->...ij", x, x)),
+    *(lambda m, x, y, k: x[torch.arange(x.shape[0]), x.flatten(1).argmax(1) % x.shape[1]],),
+    *(lambda m, x, y, k: functional.pad(x, (1, 1)), lambda m, x, y, k: x.unfold(_dim(x, k), 2, 2)),
+    *(lambda m, x, y, k: torch.zeros_like(x).scatter_add(-1, x.argsort(-1), x),),
+    *(lambda m, x, y, k: x * torch.ones(x.shape[0], 1).expand(-1, x.shape[-1]).sum(-1).mean(),),
+)
+
+
+def generated(seed: int) -> tuple[Generated, tuple[Tensor, Tensor]] | None:
+    """Return a random program that eager PyTorch takes, whose output has the batch in front; None if there is none."""
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    inputs = floats(4, 6), floats(6)
+    steps: list[Step] = []
+    for _ in range(draw.randint(2, 9)):
+        for _ in range(8):
+            step = (
+                draw.randrange(len(STEPS)),
+                draw.choice((0, 0, 0, 1, 2)),
+                draw.choice((0, 1, 2)),
+                draw.randrange(60),
+            )
+            try:
+                result = Generated([*steps, step])(*inputs)
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                continue
+            if result.is_floating_point() and 0 < result.numel() < 1 << 14 and result.dim():
+                steps.append(step)
+                break
+    for count in range(len(steps), 1, -1):
+        module = Generated(steps[:count]).eval()
+        if module(*inputs).shape[0] == BATCH:
+            return module, inputs
+    return None
