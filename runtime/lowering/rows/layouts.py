@@ -58,9 +58,10 @@ class RowNumber:
 
 @dataclass(frozen=True, slots=True)
 class Ordinal:
-    """Element k along dimension `dim`, which has several elements per row, is k: a place, as an index."""
+    """Element k along dimension `dim`, which has several elements per row, is `step` * k: a place, as an index."""
 
     dim: int
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ def reshaped(layout: Layout, before: Sequence[int], after: Sequence[int]) -> Lay
         case Ordinal():
             if [size for size in before if size != 1] != [size for size in after if size != 1]:
                 raise Mixing("a reshape of places in the batch")
-            return Ordinal(next(dim for dim, size in enumerate(after) if size % BATCH == 0))
+            return replace(layout, dim=next(dim for dim, size in enumerate(after) if size % BATCH == 0))
     return layout
 
 

@@ -177,8 +177,8 @@ def counted(call: Call) -> Layout:
         raise Mixing("it counts rows")
     if size == BATCH and step % BATCH:
         return RowNumber(0, step=step)
-    if size % BATCH == 0 and step == 1:
-        return Ordinal(0)
+    if size % BATCH == 0 and 0 < step < BATCH:
+        return Ordinal(0, step)
     raise Mixing("it counts rows")
 
 
@@ -662,10 +662,11 @@ def bags(call: Call) -> list[Layout]:
         raise Mixing("it sums over rows")
     if indices.rank == 1 and not isinstance(layout, Constant):
         # Offsets begin one or several bags of equal size per row.
-        size = indices.shape[0] // BATCH
-        if layout != Rows(0, 1, size) or offsets.layout != RowNumber(0, step=size) or call["include_last_offset"]:
-            raise NoRule("its bags are not one per row")
-        layout = Rows(0)
+        size, count = indices.shape[0] // BATCH, offsets.shape[0] // BATCH
+        at = RowNumber(0, step=size) if count == 1 else Ordinal(0, size // max(1, count))
+        if layout != Rows(0, 1, size) or offsets.layout != at or size % max(1, count) or call["include_last_offset"]:
+            raise NoRule("its bags are not as many for each row")
+        layout = Rows(0, 1, count)
     return [layout, *[Mixed("inner results of bags")] * (len(call.shapes) - 1)]
 
 
@@ -743,7 +744,7 @@ def _own_rows(layout: Rows | Repeated, index: Value, size: int) -> Rows:
     at = index.layout
     if isinstance(at, RowNumber) and at.step == 1 and size == BATCH:
         return Rows(at.dim, at.outer, at.inner)
-    if isinstance(at, Ordinal) and index.shape[at.dim] == size and isinstance(layout, Rows):
+    if isinstance(at, Ordinal) and at.step == 1 and index.shape[at.dim] == size and isinstance(layout, Rows):
         return Rows(at.dim, layout.outer, layout.inner)
     raise Mixing("it picks other rows")
 
