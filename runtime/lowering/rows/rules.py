@@ -1,7 +1,7 @@
 """Rules: the layouts of an operator's results, given those of its operands.
 
-A rule covers all overloads of an operator. It looks at sizes and layouts only, and raises `Mixing` unless every element of
-the result depends on a single row. It may assume that a result's shape is as its layout says: `checked` compares them.
+A rule covers all overloads of an operator. It looks at sizes and layouts only, and raises `Mixing` unless every element
+of the result depends on a single row. It may assume that a result's shape is as its layout says: `checked` compares them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -360,9 +360,9 @@ def reduced(call: Call) -> Layout:
 
 
 @_rule(
-    "softmax log_softmax _softmax _log_softmax _safe_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort topk"
-    " argsort glu diff linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2"
-    " fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn"
+    "softmax log_softmax _softmax _log_softmax _safe_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort"
+    " topk argsort glu diff linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft"
+    " fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn"
 )
 def scanned(call: Call) -> Layout:
     layouts = [apart(value, call.dims(), "it computes along rows") for value in call.operands]
@@ -372,7 +372,7 @@ def scanned(call: Call) -> Layout:
 
 
 def _last(count: int) -> Rule:
-    """Return the rule of operators that compute samples of `count` dimensions, the last ones; all others are batches."""
+    """Return the rule of operators that compute samples of `count` dimensions, the last ones."""
 
     def rule(call: Call) -> Layout:
         constants_only(call.rest)
@@ -664,7 +664,12 @@ def bags(call: Call) -> list[Layout]:
         # Offsets begin one or several bags of equal size per row.
         size, count = indices.shape[0] // BATCH, offsets.shape[0] // BATCH
         at = RowNumber(0, step=size) if count == 1 else Ordinal(0, size // max(1, count))
-        if layout != Rows(0, 1, size) or offsets.layout != at or size % max(1, count) or call["include_last_offset"]:
+        if (
+            layout != Rows(0, 1, size)
+            or offsets.layout != at
+            or size % max(1, count)
+            or call["include_last_offset"]
+        ):
             raise NoRule("its bags are not as many for each row")
         layout = Rows(0, 1, count)
     return [layout, *[Mixed("inner results of bags")] * (len(call.shapes) - 1)]
