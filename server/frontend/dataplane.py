@@ -303,10 +303,22 @@ class DataPlane:
         try:
             return await self._client.infer(request, info, lease, on_spans)
         except ModelNotFound:
-            present = self.describe(info.name, version)
-            if replace(present, version=info.version) != info:
+            if (present := self.successor(info, version)) is None:
                 raise
         return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
+
+    def successor(self, info: ModelInfo, version: str | None = None) -> ModelInfo | None:
+        """Return the current load of `version`, or of the highest READY version if None, in place of another version.
+
+        None if it takes other tensors. Raises as `describe` does.
+        """
+        present = self.describe(info.name, version)
+        return present if replace(present, version=info.version) == info else None
+
+    def archive_of(self, model: ModelKey) -> str | None:
+        """Return the fingerprint of a version's archive; None if the version is not served."""
+        entry = self._client.catalog.get(*model)
+        return None if entry is None or entry.info is None else entry.archive
 
     def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
         """Forget a sequence that has no further requests."""

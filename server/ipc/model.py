@@ -29,6 +29,8 @@ class LanguageDocument(msgspec.Struct, frozen=True):
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = {}
     """Special tokens that a chat template may use, such as `bos_token`."""
+    cleans_up_spaces: bool = False
+    """Whether transformers cleans up spaces in decoded texts."""
 
 
 class ModelKey(NamedTuple):
