@@ -141,11 +141,11 @@ class DataPlane:
         """Return the descriptions of all READY versions, ascending."""
         return [entry.info for entry in self._client.catalog if entry.info is not None]
 
-    def pools_first(self, info: ModelInfo) -> bool:
-        """Whether the model's configuration selects the first token's state as a text's embedding."""
+    def pooling(self, info: ModelInfo) -> str:
+        """Return how the states of a text's tokens become its embedding, one of POOLINGS."""
         entry = self._client.catalog.get(*info.key)
         config = None if entry is None or entry.config is None else ModelConfig.FromString(entry.config)
-        return pooling_of(config) == "cls"
+        return pooling_of(config)
 
     def metadata(self, model: str, version: str | None) -> dict[str, Any]:
         """Return a model's metadata, with all READY versions. Raises as `describe` does."""

@@ -4,14 +4,16 @@ The step takes new tokens of each sequence and the keys and values of all tokens
 after the last token, and the new tokens' keys and values. The server keeps these between steps, as a growing state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from cohabit.server.errors import ImportFailed
+from cohabit.server.frontend.templates import rendered
 from cohabit.server.importing.declared_input import DeclaredInput
 from cohabit.server.importing.folder_files import read_object
 from cohabit.server.importing.huggingface_inputs import TOKENS
@@ -28,8 +30,22 @@ _FIRST_BUCKET, _BUCKETS_APART = 128, 4
 _SECOND = 4
 """Tokens in the second step of the texts compared with whole ones."""
 _MOST_DIFFERENCE = 1e-3
-_TOKENIZER_CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+_GENERATION = "generation_config.json"
 _MOST_TEMPLATE_BYTES = 1 << 20
+_USER = {"role": "user", "content": " Hi, <b>1</b> "}
+_CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {"x": "ü"}}}
+_CHATS: Sequence[Sequence[dict[str, Any]]] = (
+    [_USER],
+    [{"role": "system", "content": "Be brief."}, _USER],
+    [_USER, {"role": "assistant", "content": "Yes.\n"}, {"role": "user", "content": "Why?"}],
+    [_USER, {"role": "assistant", "content": "A", "reasoning_content": "B"}, {"role": "user", "content": "C"}],
+    [
+        _USER,
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+        {"role": "tool", "content": "42", "name": "f", "tool_call_id": "a12345678"},
+    ],
+)
+"""Conversations whose renderings are compared with transformers'."""
 
 
 def is_causal(written: dict[str, Any]) -> bool:
@@ -154,19 +170,20 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
         )
     # Buckets for the past grow by a constant factor, up to the context.
     pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
+    document, said = _checked(folder, _document(folder, model))
     return Subject(
         step,
         inputs,
         examples,
         most_tokens=most,
         tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
-        notes=tuple(notes),
+        notes=(*notes, *said),
         decoding=DecodingStep(
             states=((_PAST, _NEW),),
             lengths=_LENGTH,
             ranges={TOKENS: {1: (1, _CHUNK)}, _PAST: {3: (_LEAST_PAST, most)}},
             shape_buckets=f"{TOKENS}.1={_CHUNK};{_PAST}.3={','.join(map(str, pasts))}",
-            document=_document(folder, model),
+            document=document,
         ),
     )
 
@@ -209,21 +226,66 @@ def _cache_shape(model: Any) -> tuple[int, int, int]:
 
 
 def _document(folder: Path, model: Any) -> LanguageDocument:
-    """Return the server's data for texts: the tokens that end them, and the chat template with its special tokens."""
-    written = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).is_file() else {}
+    """Return the server's data for texts, as transformers reads it from the folder.
+
+    Texts end at the end tokens of all sources: the configurations of the model and of generation, and the tokenizer.
+    """
     own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
-    stops = own.get("eos_token_id", model.config.eos_token_id)
-    template = written.get("chat_template")
-    if (folder / _TEMPLATE).is_file() and (folder / _TEMPLATE).stat().st_size <= _MOST_TEMPLATE_BYTES:
-        template = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    tokenizer = _tokenizer(folder)
+    sources = (own.get("eos_token_id"), getattr(model.config, "eos_token_id", None))
+    ends = [token for source in sources for token in (source if isinstance(source, list | tuple) else [source])]
+    if tokenizer is None:
+        return LanguageDocument(_tokens(ends))
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # templates by name; the others are for tools and documents
+        template = template.get("default")
+    cleans_up = tokenizer.clean_up_tokenization_spaces and type(tokenizer.backend_tokenizer.model).__name__ != "BPE"
     return LanguageDocument(
-        (stops,) if isinstance(stops, int) else tuple(int(token) for token in stops or ()),
-        template if isinstance(template, str) else None,
-        {name: _content(written.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+        _tokens([*ends, tokenizer.eos_token_id]),
+        template if isinstance(template, str) and len(template) <= _MOST_TEMPLATE_BYTES else None,
+        tokenizer.special_tokens_map,
+        bool(cleans_up),
     )
 
 
-def _content(token: Any) -> str:
-    """Return a special token's text, which is stored alone or with its properties."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
+def _tokens(found: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(int(token) for token in found if token is not None))
+
+
+def _tokenizer(folder: Path) -> Any:
+    """Return the folder's tokenizer of transformers; None if it has none, or none without code of its own."""
+    import transformers
+
+    if not (folder / TOKENIZER).is_file():
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # of many kinds, for damaged files and missing packages
+        return None
+
+
+def _checked(folder: Path, document: LanguageDocument) -> tuple[LanguageDocument, tuple[str, ...]]:
+    """Compare renderings of conversations with transformers' own.
+
+    Returns the document, without a chat template that is rendered differently, and notes about it.
+    """
+    tokenizer = _tokenizer(folder)
+    if tokenizer is None or document.chat_template is None:
+        return document, ()
+    for chat in _CHATS:
+        own = _attempted(lambda chat=chat: rendered("", document, chat))
+        wanted = _attempted(
+            lambda chat=chat: tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        )
+        if own != wanted:
+            note = "it has no chats: its chat template is rendered differently than by transformers"
+            return structs.replace(document, chat_template=None), (note,)
+    return document, ()
+
+
+def _attempted(render: Callable[[], Any]) -> str | None:
+    """Return a rendering; None if the conversation is rejected."""
+    try:
+        return str(render())
+    except Exception:  # templates raise what they like
+        return None

@@ -17,6 +17,9 @@ Inputs = Mapping[str, Array]
 TOKENIZER = "tokenizer.json"
 """File in a text model's folder: its tokenizer, in the format of Hugging Face's tokenizers library."""
 
+POOLINGS = ("mean", "cls", "lasttoken", "max")
+"""How the states of a text's tokens become its vector; the first one by default."""
+
 GENERATION = "generation.json"
 """File in a language model's folder: a `LanguageDocument` in JSON."""
 
