@@ -210,7 +210,8 @@ def _environment() -> Any:
 
         def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             _budget.get().step()
-            own = getattr(function, "__self__", None)
+            # The sandbox wraps `str.format`.
+            own = getattr(getattr(function, "__wrapped__", function), "__self__", None)
             if isinstance(own, str):
                 _require_short(function.__name__, own, args, kwargs)
             return super().call(context, function, *args, **kwargs)

@@ -132,7 +132,8 @@ def _nucleus(weights: Array, below: Array, share: float) -> Array:
     edge = edge[np.argsort(-weights[edge], kind="stable")]
     within = (sums[last - 1] if last else 0.0) + np.cumsum(weights[edge], dtype=np.float64)
     kept = edge[: int(np.searchsorted(within, target)) + 1]
-    return tokens[np.sort(np.concatenate([np.flatnonzero(bins < last), kept]))]
+    nucleus: Array = tokens[np.sort(np.concatenate([np.flatnonzero(bins < last), kept]))]
+    return nucleus
 
 
 def log_probabilities(logits: Array, token: int, most: int) -> tuple[float, list[tuple[int, float]]]:

@@ -240,7 +240,7 @@ def test_steps_that_differ_from_whole_texts_are_not_served(tmp_path: Path) -> No
         if parameter.dim() == 2:
             parameter.data.mul_(5)
     model.save_pretrained(tmp_path / "mpt")
-    subject = from_folder(tmp_path / "mpt")
+    subject = from_folder(tmp_path / "mpt", (), Lengths(most=40))
     assert subject.decoding is None
     assert "differ from whole texts by" in subject.notes[0]
 
