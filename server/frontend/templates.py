@@ -187,9 +187,9 @@ def _environment() -> Any:
         intercepted_binops = frozenset({"+", "*", "%", "**"})
 
         def _generate(self, source: Any, *args: Any, **kwargs: Any) -> Any:
-            return super()._generate(
-                nodes.Template.set_environment(Counting().visit(source), self), *args, **kwargs
-            )
+            counting: nodes.Template = Counting().visit(source)
+            counting.set_environment(self)
+            return super()._generate(counting, *args, **kwargs)
 
         def counted(self, values: Iterable[Any]) -> Iterator[Any]:
             budget = _budget.get()

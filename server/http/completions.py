@@ -34,7 +34,8 @@ from cohabit.server.protocol.json_body import parse_json
 
 _log = logging.getLogger("cohabit.frontend")
 
-_MOST_BODY_BYTES = 1 << 20
+MOST_TEXT_BYTES = 1 << 20
+"""Maximum size of a body with a text to continue."""
 _QUICK_BODY_BYTES = 2 << 10
 _CHARACTERS_PER_TOKEN = 64
 """Maximum characters of a prompt per context token: longer prompts are refused untokenized."""
@@ -188,7 +189,7 @@ class CompletionsApi:
         self._plane = plane
         self._documents = LanguageDocuments(plane.repository)
         self._templates = ChatTemplates()
-        self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
+        self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
 
     async def generate(
         self, asked: GenerateBody, sampler: Sampler, info: ModelInfo, *, streams: bool
