@@ -29,7 +29,9 @@ from cohabit.planner.errors import format_bytes
 from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import allocated_bytes, release_free_memory, resident_bytes
-from cohabit.runtime.training.copying import CopyThread
+from cohabit.runtime.training.copies.copying import CopyThread
+from cohabit.runtime.training.copies.spill import FileSpill, PinnedSpill, RamSpill
+from cohabit.runtime.training.copies.streams import CopyStreams, DeviceCopyThread
 from cohabit.runtime.training.first_step import FirstStep
 from cohabit.runtime.training.history import History
 from cohabit.runtime.training.interrupts import Interrupts
@@ -54,9 +56,7 @@ from cohabit.runtime.training.record import Record
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
-from cohabit.runtime.training.spill import FileSpill, PinnedSpill, RamSpill
 from cohabit.runtime.training.state import OptimizerState, runs_in_parts
-from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread
 from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, storage_nbytes, used_by
 
 _log = logging.getLogger("cohabit.training")
@@ -110,6 +110,10 @@ def budget(
     share runs, with a warning.
     """
     return Budget(memory, owners, store, folder)
+
+
+_TOLERATED = 0.05
+"""Fraction of the budget by which a step may exceed it before ops are seen again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -368,7 +372,7 @@ class Budget:
         # Modes that the loop has entered inside the context stay above.
         above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - self._modes_before)]
         self._mode = _Mode(self)
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         for mode in reversed(above):
             _push_mode(mode)
 
@@ -426,13 +430,14 @@ class Budget:
         """Return the bytes that never leave if only autograd's and the optimizers' tensors move."""
         parameters = {id(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         state = {id(t) for o in self._optimizers for v in o.state.values() for t in state_tensors(v)}
-        kept = {id(t): t.nbytes for t in tensors if id(t) not in state and t.device == self._device}
+        kept = distinct_storages(t for t in tensors if id(t) not in state and t.device == self._device)
         gradients = sum(p.nbytes for p in parameters.values() if p.requires_grad and p.grad is None)
-        return sum(kept.values()) + gradients + 2 * max((p.nbytes for p in parameters.values()), default=0)
+        largest = max((p.nbytes for p in parameters.values()), default=0)
+        return int(sum(storage.nbytes() for storage in kept) + gradients + 2 * largest)
 
     def _sampled(self, tensors: Iterable[torch.Tensor]) -> Callable[[], int]:
         """Return a function that tells the bytes of tensors in memory that neither autograd nor optimizers hold."""
-        owned = sum(storage.nbytes() for storage in distinct_storages(tensors) if storage.device == self._device)
+        owned = int(sum(s.nbytes() for s in distinct_storages(tensors) if s.device == self._device))
         allocated = (
             allocated_bytes if self._device.type == "cpu" else partial(torch.cuda.memory_allocated, self._device)
         )
@@ -475,7 +480,7 @@ class Budget:
     def step_ends(self, whole_bytes: int | None) -> None:
         """All optimizers have made a step; `whole_bytes` is the peak of the first one."""
         self._steps += 1
-        followed = self._record.end_step(self._saved.packs)
+        self._record.end_step(self._saved.packs)
         if self._steps == 1:
             self._recorded_state_bytes = self._all_state_bytes()
             if self._share is not None:
@@ -495,14 +500,16 @@ class Budget:
                 self._residency.limit_bytes = self._limit_bytes or NEVER
             else:
                 self._move_only_saved()
-        elif self._steps == 2 and self._mode is not None:
+        elif self._steps == 2 and self._mode is not None and self._record.is_recording:
             self._record.finish_recording()
             if self._can_move_only_saved():
                 self._move_only_saved()
         elif self._mode is None and self._steps > 2:
             self._own()
-            if followed and self._saved.exceeded_bytes > self._warned_bytes:
+            if self._saved.exceeded_bytes > max(self._warned_bytes, _TOLERATED * (self._limit_bytes or 0)):
                 self._warn_exceeded()
+                if unseen_module(self._owners) is None and not has_compiled():
+                    self._see_ops_again()
 
     def _whole_bytes(self, seen_bytes: int) -> int:
         """Return the peak of the first step: as seen, or as recorded and sampled."""
@@ -539,6 +546,15 @@ class Budget:
         saved.free_others = lambda: any(state.free() for state in self._states)
         saved.has_room = self._prefetch_state
         saved.limit_bytes = limit_bytes
+
+    def _see_ops_again(self) -> None:
+        """Hold the budget by seeing ops from now on: the steps are not like the one that was recorded."""
+        self._saved.limit_bytes = None
+        for state in self._states:
+            state.close()
+        self._states = []
+        self._see_ops(list(tensors_of(self._owners)))
+        self._residency.limit_bytes = self._limit_bytes or NEVER
 
     def _own(self) -> None:
         self._saved.owns(distinct_storages(lasting(self._owners)))

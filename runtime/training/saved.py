@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 
 from cohabit.runtime.stores.pages import give_pages_back
-from cohabit.runtime.training.copying import Copier
+from cohabit.runtime.training.copies.copying import Copier
+from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
 from cohabit.runtime.training.record import Record
-from cohabit.runtime.training.spill import SpillSlot, SpillStore
 from cohabit.runtime.training.tracked import LEAST_BYTES, StorageCopy, storage_address, storage_nbytes, storage_uses
 
 _AHEAD: Final = 6
@@ -438,7 +438,7 @@ class SavedTensors:
                 raise copy.error
             self._depart(entry, saved)
         while self._freed and self._freed[0][1].end.is_set():
-            self._spill.give_back(self._freed.popleft()[0].slot)  # type: ignore[arg-type]
+            self._spill.give_back(self._freed.popleft()[0].slot)
 
     def _depart(self, entry: _Entry, saved: _Saved) -> None:
         entry.state = _State.OUT

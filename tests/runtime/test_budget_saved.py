@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import cohabit
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.training.budget import Budget
-from cohabit.runtime.training.spill import FileSpill, RamSpill, capacity_for
+from cohabit.runtime.training.copies.spill import FileSpill, RamSpill, capacity_for
 from cohabit.runtime.training.tracked import LEAST_BYTES
 
 WIDTH, ROWS, STEPS = 128, 256, 5
@@ -85,7 +85,7 @@ def trained(
         return loop(net, optimizer), state_of(net, optimizer), None
     with cohabit.budget(memory, net, optimizer, store=store) as limits:
         losses = loop(net, optimizer)
-        assert limits._mode is None, "no op is seen"
+        assert limits._mode is None or limits.exceeded_bytes, "ops are seen only to hold what the loop holds"
     return losses, state_of(net, optimizer), limits
 
 
@@ -394,6 +394,33 @@ def test_the_bound_is_kept_as_counted_independently() -> None:
         assert limits.exceeded_bytes == 0
         assert limits.peak_bytes <= limits.limit_bytes
     assert count.peak_bytes < 0.8 * eager_count.peak_bytes
+
+
+@pytest.mark.parametrize("store", ["ram", "file"])
+def test_after_a_step_that_exceeds_the_budget_ops_are_seen_and_hold_it(store: Literal["ram", "file"]) -> None:
+    def growing(net: nn.Module, optimizer: torch.optim.Optimizer, limits: Budget | None) -> list[float]:
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for number, rows in enumerate((ROWS, ROWS, ROWS, 4 * ROWS, 4 * ROWS, 4 * ROWS, ROWS)):
+            if limits is not None and number == 4:
+                assert limits._mode is not None, "the step before it was four times the recorded one"
+                limits.reset_peak()
+            losses.append(step(net, optimizer, torch.randn(rows, WIDTH, generator=generator)))
+        return losses
+
+    net, optimizer = made()
+    torch.manual_seed(2)
+    expected, state = growing(net, optimizer, None), state_of(net, optimizer)
+    net, optimizer = made()
+    torch.manual_seed(2)
+    with cohabit.budget("60%", net, optimizer, store=store) as limits:
+        losses = growing(net, optimizer, limits)
+        peak = limits.peak_bytes
+    assert losses == expected
+    assert all(map(torch.equal, state_of(net, optimizer), state))
+    assert limits.limit_bytes is not None
+    assert limits.exceeded_bytes > 0
+    assert peak <= limits.limit_bytes
 
 
 def test_a_compiled_module_stays_compiled() -> None:
