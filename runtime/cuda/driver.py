@@ -32,7 +32,7 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ALLOCATOR_SETTING = re.compile(r"(\w+)\s*:\s*(\[[^]]*\]|[^,\s]+)")
 _USABLE_SETTINGS = {"backend": "native", "expandable_segments": "False"}
 """Allocator settings that pools need: other backends have no pools, and expandable segments cannot use given memory."""
-_UNUSABLE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions")
+_UNUSABLE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions", "large_segment_size_mb")
 """Allocator settings with which planned tensors do not fit: the pool's large segment would not be split, or tensors
 would take more than their size."""
 _registered: dict[int, HostBytes] = {}

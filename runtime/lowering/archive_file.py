@@ -101,6 +101,8 @@ class ArchiveFile:
                 f"{path.name}: it stands for an archive that was lowered elsewhere; serve the bundle's own folder, or"
                 " copy the archive here"
             )
+        if path.exists() and not path.is_file():
+            raise ArchiveError(f"{path.name}: it is not a regular file")  # to open a FIFO waits for its writer
         try:
             self._file = path.open("rb")
         except FileNotFoundError as error:

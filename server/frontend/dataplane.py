@@ -258,7 +258,7 @@ class DataPlane:
     async def decode(self, slow: bool, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call a decoder. Slow ones run on a thread, one at a time, so that their memory does not add up."""
         if not slow:
-            return function(*args, **kwargs)
+            return await call(False, function, *args, **kwargs)
         async with self._decoding:
             return await call(True, function, *args, **kwargs)
 

@@ -32,6 +32,7 @@ class EventStream(web.StreamResponse):
         self._first = first
         self._patience_s = patience_s
         self._padding = _PADDED_BYTES if padded else 0
+        self._transport: asyncio.Transport | None = None
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         try:
@@ -41,7 +42,7 @@ class EventStream(web.StreamResponse):
             raise
 
     async def _start(self, request: web.BaseRequest) -> AbstractStreamWriter:
-        transport = request.transport
+        transport = self._transport = request.transport
         if transport is not None and self._padding:
             transport.set_write_buffer_limits(high=0)
             with suppress(OSError):
@@ -51,10 +52,16 @@ class EventStream(web.StreamResponse):
 
     async def write_eof(self, data: bytes = b"") -> None:
         async with aclosing(self._events) as events:
-            with suppress(ConnectionError, TimeoutError):
-                await self._send(self._first)
-                async for event in events:
-                    await self._send(event)
+            with suppress(ConnectionError):
+                try:
+                    await self._send(self._first)
+                    async for event in events:
+                        await self._send(event)
+                except TimeoutError:
+                    # At once: an orderly end would wait for the client to read what was sent before.
+                    if self._transport is not None:
+                        self._transport.abort()
+                    return
         await super().write_eof(data)
 
     async def _send(self, event: bytes) -> None:

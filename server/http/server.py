@@ -5,7 +5,6 @@ import logging
 import socket
 import ssl
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -23,6 +22,8 @@ _READ_AHEAD_BYTES = 256 << 10
 """Buffered bytes of a body above which its client is paused."""
 _HANDSHAKE_S = 20.0
 _ACCEPT_AGAIN_S = 0.1
+_REFUSED_S, _MOST_REFUSED = 2.0, 128
+"""Maximum seconds that a refused connection is kept to send its answer, and number of such connections."""
 _MOST_ERROR_CHARACTERS = 300
 
 _log = logging.getLogger("cohabit.http")
@@ -59,6 +60,8 @@ class HttpServer:
         self._listening: list[socket.socket] = []
         self._connections: dict[_Connection, asyncio.Task[None]] = {}
         """Each connection's handshake task. The client heard from least recently comes first."""
+        self._refused: dict[socket.socket, asyncio.TimerHandle] = {}
+        """Refused connections that may still send, with the end of their time."""
         self._unix: Path | None = None
 
     async def start(self, hosts: Sequence[str], port: int, unix: Path | None, flag: str) -> str:
@@ -85,6 +88,8 @@ class HttpServer:
             sock = self._listening.pop()
             loop.remove_reader(sock)
             sock.close()
+        for refused in list(self._refused):
+            self._end_refused(refused)
         for handshake in self._connections.values():
             handshake.cancel()
         await asyncio.gather(*self._connections.values(), return_exceptions=True)
@@ -163,19 +168,46 @@ class HttpServer:
         return True
 
     def _refuse(self, accepted: socket.socket, tls: ssl.SSLContext | None) -> None:
-        """Answer a connection over the limit without reading from it, and close it.
+        """Answer a connection over the limit, and close it.
 
-        TLS connections get no answer, which would need a handshake.
+        What the client sends is discarded until it closes, for `_REFUSED_S` at most: a connection that is closed with
+        unread input is reset, and its client may lose the answer. TLS connections get no answer, which would need a
+        handshake.
         """
         body = msgspec.json.encode(
             {"error": f"all {self._max_connections} connections have requests under way (see --max-connections)"}
         )
-        with accepted, suppress(OSError):
-            if tls is None:
-                accepted.send(
-                    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
-                    b"Retry-After: 1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-                )
+        if tls is not None or len(self._refused) >= _MOST_REFUSED:
+            accepted.close()
+            return
+        try:
+            accepted.send(
+                b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nConnection: close\r\n"
+                b"Retry-After: 1\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            accepted.shutdown(socket.SHUT_WR)
+        except OSError:
+            accepted.close()
+            return
+        loop = asyncio.get_running_loop()
+        self._refused[accepted] = loop.call_later(_REFUSED_S, self._end_refused, accepted)
+        loop.add_reader(accepted, self._discard, accepted)
+
+    def _discard(self, refused: socket.socket) -> None:
+        """Read what a refused client sends, until it closes its side."""
+        try:
+            is_open = bool(refused.recv(_READ_AHEAD_BYTES))
+        except BlockingIOError:
+            return
+        except OSError:
+            is_open = False
+        if not is_open:
+            self._end_refused(refused)
+
+    def _end_refused(self, refused: socket.socket) -> None:
+        self._refused.pop(refused).cancel()
+        asyncio.get_running_loop().remove_reader(refused)
+        refused.close()
 
 
 class _Connection(web.RequestHandler):

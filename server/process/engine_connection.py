@@ -373,4 +373,6 @@ class EngineConnection:
         self._forget(id_)
 
     def _forget(self, id_: int) -> None:
-        self._pending.pop(id_).lease.release()
+        """Release a request's memory. Does nothing if it has ended, such as one that was shed and then cancelled."""
+        if (pending := self._pending.pop(id_, None)) is not None:
+            pending.lease.release()

@@ -1,6 +1,7 @@
 """Archives from strangers: damaged, pickled or hostile ones are refused with a reason, and nothing of them runs."""
 
 import json
+import os
 import shutil
 import zipfile
 from collections.abc import Callable
@@ -205,3 +206,9 @@ def test_a_weight_that_does_not_fit_its_record_is_refused(good: Path) -> None:
 
     with pytest.raises(ArchiveError, match="does not fit"):
         read(edited(good, "data/weights/model_weights_config.json", enlarge))
+
+
+def test_what_is_no_regular_file_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.pt2")  # to open it would wait for a writer
+    with pytest.raises(ArchiveError, match="it is not a regular file"):
+        ArchiveFile(tmp_path / "model.pt2")

@@ -480,6 +480,7 @@ def test_a_thread_runs_near_the_device_of_that_pci_address(
         ("backend:cudaMallocAsync", "backend:cudaMallocAsync"),
         ("pinned_num_register_threads:8, expandable_segments : True", "expandable_segments:True"),
         ("max_split_size_mb:128", "max_split_size_mb:128"),
+        ("large_segment_size_mb:64", "large_segment_size_mb:64"),
         ("roundup_power2_divisions:[256:1,512:2,>:4]", r"roundup_power2_divisions:\[256:1,512:2,>:4\]"),
     ],
 )

@@ -233,6 +233,13 @@ async def test_a_deadline_counts_while_there_is_no_engine() -> None:
     client.shed()
     with pytest.raises(RequestTimedOut, match="cannot answer within 2000 ms"):
         await urgent
+    leaving = asyncio.create_task(front_end.double(3, timeout_s=2.0))
+    await asyncio.sleep(0)
+    now_s = 105.0
+    client.shed()
+    leaving.cancel()  # shed and cancelled before its task runs again
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
     client.give_up("it is broken")
     with pytest.raises(EngineUnavailable, match="it is broken"):
         await patient

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import gzip
 import hashlib
+import http.client
 import json
 import queue
 import socket
@@ -100,6 +101,25 @@ def test_http_connections_over_the_limit_are_told_so() -> None:
         assert all(answered(connection) for connection in held)
         for connection in held:
             connection.close()
+
+
+@pytest.mark.parametrize("size", [0, MIB])
+def test_a_refused_client_that_sends_a_request_gets_its_refusal_and_no_reset(size: int) -> None:
+    gate = Gate()
+    with running(identity("one", gate=gate), max_connections=3) as server:
+        held = [connect(server.port, POST) for _ in range(3)]
+        for _ in held:
+            assert gate.entered.acquire(timeout=20)
+        for _ in range(20):
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+            connection.request("POST", "/v2/models/one/infer", b" " * size)
+            answer = connection.getresponse()
+            assert answer.status == 503
+            assert b"all 3 connections have requests under way" in answer.read()
+            connection.close()
+        gate.open()
+        for one in held:
+            one.close()
 
 
 @pytest.mark.parametrize("sent", [b"", GET[:-9]], ids=["silent", "half a head"])

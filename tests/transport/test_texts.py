@@ -1,24 +1,28 @@
 """Generated texts at the front end: steps, lost states, lack of memory, and clients that leave."""
 
+import asyncio
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from cohabit.planner.shapes import Dimension, DynamicShape
 from cohabit.server.errors import ExecutionFailed, Overloaded, RequestError, SequenceLost
+from cohabit.server.http.events import EventStream
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from tests.support.server.server_fakes import eventually
 from tests.support.server.server_http import ask
 from tests.support.server.transport_fakes import FakeModel, Gate, Ports, running, tensors
 
+MIB = 1 << 20
 VOCABULARY, MOST, CONTEXT = 50, 4, 40
 PROMPT = [7, 3, 9, 8, 1, 2, 5, 4, 6, 10]
 
@@ -127,6 +131,38 @@ def test_what_fails_after_the_first_token_is_an_event(ports: Ports, steps: Steps
     events = [json.loads(line[6:]) for line in answer.body.split(b"\n\n") if line]
     assert [event["choices"][0]["token_ids"] for event in events[:-1]] == [[11], [12]]
     assert "the kernel caught fire" in events[-1]["error"]["message"]
+
+
+async def test_a_stream_that_nobody_reads_ends_with_its_connection_when_patience_ends() -> None:
+    """It does not wait for what the client has not read to be sent."""
+    ended = asyncio.Event()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        try:
+            while True:
+                yield b"x" * MIB
+        finally:
+            ended.set()
+
+    async def stream(request: web.Request) -> web.StreamResponse:
+        return EventStream(events(), b"first", patience_s=0.2)
+
+    app = web.Application()
+    app.router.add_get("/", stream)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    _, writer = await asyncio.open_connection(*runner.addresses[0][:2], limit=1024)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        async with asyncio.timeout(20):
+            await ended.wait()
+            while runner.server is not None and runner.server.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        writer.close()
+        await runner.cleanup()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.threads import LibraryPanic, call
 
 
 async def test_a_cancelled_caller_waits_for_its_thread() -> None:
@@ -32,3 +32,17 @@ async def test_a_call_returns_and_raises_what_its_function_does(on_thread: bool)
     assert await call(on_thread, int, "7", base=8) == 7
     with pytest.raises(ValueError, match="invalid literal"):
         await call(on_thread, int, "x")
+
+
+class Panic(BaseException):
+    """As pyo3's, which a panic of Rust code becomes."""
+
+
+def panic() -> None:
+    raise Panic("index out of bounds")
+
+
+@pytest.mark.parametrize("on_thread", [False, True])
+async def test_a_library_s_panic_is_an_error_like_others(on_thread: bool) -> None:
+    with pytest.raises(LibraryPanic, match="Panic: index out of bounds"):
+        await call(on_thread, panic)
