@@ -115,13 +115,6 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         """Wait until the swap-in lane is idle."""
         ...
 
-    def finish(self, program: P_contra) -> None:
-        """Wait for the copies of a program's last run, so that its state can be read. Raises DeviceError.
-
-        State on a device with separate memory is copied to its host buffers.
-        """
-        ...
-
 
 class DeviceBackend(Protocol[P]):
     """One device. Its memory, stores and programs only work with each other."""

@@ -59,10 +59,10 @@ Verb = Literal["compute", "copy", "copy_out", "copy_back", "deallocate", "alloca
 | --- | --- | --- |
 | compute | runs the kernels of an op | `program.computes` |
 | copy | copies parameters, joined or one, to the arena | `IssueSchedule.copies` |
-| save | copies an offloaded tensor to the host | `program.swap_outs` |
-| return | copies an offloaded tensor back | `program.swap_ins` |
-| empty | releases an offloaded tensor's bytes | `program.offloaded` |
-| refill | allocates them again | `program.offloaded` |
+| copy_out | copies an offloaded tensor to the host | `program.swap_outs` |
+| copy_back | copies an offloaded tensor back | `program.swap_ins` |
+| deallocate | releases an offloaded tensor's bytes | `program.offloaded` |
+| allocate | allocates them again | `program.offloaded` |
 | record, wait | order the streams | the inference's events |
 """
 
@@ -171,7 +171,7 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
     copies: list[Copy] = []
     inference, events = _commands(program, needed, joining, copies)
     epilogue = joined(program.swap_ins[needed:], needed, joining)
-    residents = joined([step for step in program.residents if step.offloaded is None], 0, joining)
+    residents = joined(program.residents, 0, joining)
     return IssueSchedule(
         inference,
         _append_copies(copies, epilogue),

@@ -1,7 +1,7 @@
 """Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graph."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers, Shapes
 from cohabit.runtime.cuda.commands import Command, Forecast, IssueSchedule, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
-from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
@@ -67,8 +66,6 @@ class AdmissionState:
     """Capture of smaller shapes has failed and is not tried again."""
     graph_bytes: int = 0
     """Device memory of `graph` and `residents` outside the arena."""
-    moved: bool = False
-    """The last run has moved residents in the pool."""
     choosing: bool = False
     """Libraries choose kernels in this run: scratch is limited to `MOST_SCRATCH_BYTES`."""
 
@@ -110,7 +107,8 @@ class CudaProgram(Program):
         """Copy the inputs in."""
         self.buffers.upload(frame, self.input_slots, self.device)
         for tensor in self.offloaded:
-            tensor.start(frame)
+            if tensor.spill.at_start:
+                tensor.adopt(frame)
 
     def compute(self, index: int, frame: Frame) -> None:
         """Launch one op's kernels."""
@@ -125,28 +123,6 @@ class CudaProgram(Program):
         self.buffers.download(values)
         frame[:] = [None] * len(frame)
 
-    @property
-    def pooled_residents(self) -> list[OffloadedTensor]:
-        """Residents allocated from the pool. Those that stay come first, so that they always lie in the same place."""
-        residents = [step.offloaded for step in self.residents if step.offloaded is not None]
-        return sorted(residents, key=lambda tensor: tensor.moves)
-
-    @property
-    def state(self) -> list[OffloadedTensor]:
-        """Weights that runs change; they are in the pool."""
-        return [t for t in self.offloaded if self.graph.tensors[t.spill.tensor].kind == "state"]
-
-    @contextmanager
-    def state_kept(self) -> Iterator[None]:
-        """Restore the state's host buffers after the block, which runs the program on trial."""
-        leaving = {step.tensor for step in self.swap_outs}
-        saved = [(t.pinned, t.pinned.clone()) for t in self.state if t.spill.tensor in leaving]
-        try:
-            yield
-        finally:
-            for pinned, before in saved:
-                pinned.copy_(before)
-
     def forget(self) -> None:
         """Drop the activations left by a failed inference."""
         for tensor in self.offloaded:
@@ -155,7 +131,6 @@ class CudaProgram(Program):
     def close(self, driver: Driver) -> None:
         """Release graphs, pool, buffers and spill buffers. No work may be in progress."""
         for tensor in self.offloaded:
-            tensor.reset()
             tensor.close()
         admission = self.admission
         driver.release(admission.graphs)
@@ -252,10 +227,8 @@ def prepare(
 ) -> CudaProgram:
     """Prepare a bound program for issuing; nothing runs. Any thread.
 
-    Raises UnsupportedPlan, and MemoryExceeded if its buffers cannot be pinned.
+    Raises MemoryExceeded if its buffers cannot be pinned.
     """
-    if program.has_pooled_weights and store.staged:
-        raise UnsupportedPlan(f"{program.name}: parameters without an address need pinned memory")
     scheduled = schedule(program, join=not store.staged)
     own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
     return CudaProgram(
@@ -297,8 +270,6 @@ def _pool_bytes(plan: Plan) -> int:
 
 def _obstacle(program: Program, *, staged: bool) -> str | None:
     """Return why a program cannot be captured, or None if nothing in its plan, store or trace prevents it."""
-    if program.has_pooled_weights:
-        return _RELOCATED
     if staged:
         return "its parameters are not pinned: copies pass through the staging ring, which the host fills"
     for instruction in program.draft.trace.instructions:
