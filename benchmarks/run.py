@@ -81,7 +81,7 @@ COMMANDS = {
     "planner-minimalloc": "planner.minimalloc .demo/challenging --record",
 }
 """The command of each result file, after `python -m benchmarks.`."""
-EARLIER = {name: "95f7e81f" for name in ("training", "training-candidates", "predicted", "planner-home")}
+EARLIER = dict.fromkeys(("training", "training-candidates", "predicted", "planner-home"), "95f7e81f")
 """Records whose benchmarks are gone, and the last commit that has them. Each goes once another record replaces it."""
 
 

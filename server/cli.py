@@ -25,7 +25,6 @@ COMMANDS = {
     "fit": "say which models fit into how much memory, and how long clients would wait",
     "export-bundle": "prepare a repository for one memory size, to be served on another machine",
     "show": "check a plan and draw it in the terminal or as an HTML page",
-    "compare-plans": "compare the searchers on one model, batch size and memory size",
     "train": "train the model of a script in less memory than its step needs",
     "tile": "choose how the arrays of a NumPy program are tiled over workers, and run it",
     "profile": "measure a model's ops on a device, and the device's link",
