@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -22,8 +22,6 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.options import Tf32
-from cohabit.runtime.shared_region.region import FetchPlan
-from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 ALIGNMENT_BYTES = 512
 """Rounding of torch's allocator."""
@@ -34,7 +32,6 @@ bit-equal at every budget, and no kernel can claim gigabytes."""
 _CHOOSES = "conv"
 """Substring of the names of operators whose library chooses kernels."""
 _READS_ON_HOST = ("item", "_local_scalar_dense")
-_RELOCATED = "its parameters lie elsewhere at every run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,40 +179,6 @@ def _offloaded(tensor: OffloadedTensor | None) -> OffloadedTensor:
     return tensor
 
 
-class CudaRelocatableModel(RelocatableModel):
-    """Lasting programs have their own pool and graphs. Others share a pool and are issued command by command.
-
-    The workspace is at the arena's start.
-    """
-
-    is_admitted = True
-    unplaced: CudaProgram
-
-    def __init__(
-        self,
-        pinned: PinnedMemory,
-        lowered: Lowered,
-        plan: Plan,
-        profile: Profile | None,
-        arena: DeviceArena[torch.Tensor],
-        store: HostStore[Any],
-    ) -> None:
-        super().__init__(lowered, plan, profile, arena, store)
-        self.unplaced = prepare(pinned, lowered, self.unplaced, profile, arena, Bases(0, 0), store)
-        self._shared_admission = AdmissionState(refused=_RELOCATED)
-
-    def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> CudaProgram:
-        own = replace(self.unplaced, **self._changes(fetch_plan, blocking))
-        scheduled = schedule(own, join=not own.staged)
-        return replace(
-            own,
-            schedule=scheduled,
-            copies=_prepared_copies(scheduled, self._arena, self._store),
-            admission=AdmissionState(refused=own.admission.refused) if lasting else self._shared_admission,
-            borrows_buffers=True,
-        )
-
-
 def prepare(
     pinned: PinnedMemory,
     lowered: Lowered,
@@ -234,7 +197,7 @@ def prepare(
     return CudaProgram(
         **own,
         schedule=scheduled,
-        copies=_prepared_copies(scheduled, arena, store),
+        copies=prepared_copies(scheduled, arena, store),
         buffers=Buffers(
             program.name,
             lowered.inputs,
@@ -280,7 +243,7 @@ def _obstacle(program: Program, *, staged: bool) -> str | None:
     return None
 
 
-def _prepared_copies(
+def prepared_copies(
     scheduled: IssueSchedule, arena: DeviceArena[torch.Tensor], store: HostStore[torch.Tensor]
 ) -> tuple[Callable[[], None], ...]:
     """Return one call per copy of a schedule."""

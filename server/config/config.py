@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from cohabit.planner.memory import parse_size
+from cohabit.planner.parts import PartRegistry
 from cohabit.planner.shapes import ShapeBuckets
 from cohabit.server.config.setting import Setting, declared, flag, setting
 from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, write_size
@@ -27,9 +28,8 @@ from cohabit.server.config.values import (
     shape_buckets,
     trace_option,
 )
-from cohabit.server.errors import ConfigError
+from cohabit.server.errors import ConfigError, did_you_mean
 
-Layout = Literal["partitioned", "elastic", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 Store = Literal["ram", "file", "verified-file"]
 Weights = Literal["float32", "bfloat16", "int8"]
 LogFormat = Literal["text", "json"]
@@ -44,7 +44,18 @@ MOST_WAITING = 8192
 _UNIX, _NAME = "unix:", "name:"
 _TRACE_RATE = 1000
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-_PARTITIONED: tuple[Layout, ...] = ("partitioned", "elastic", "resident")
+PARTITIONED = ("partitioned", "elastic", "resident")
+"""Layouts in which each model has a partition."""
+LAYOUTS = PartRegistry("cohabit.layouts", {})
+"""Layouts in which models share one region, as `runtime.backend.OpenLayout`."""
+
+
+def parse_layout(text: str) -> str:
+    """Return the name of a layout. Raises ValueError."""
+    if text not in PARTITIONED and text not in LAYOUTS:
+        names = (*PARTITIONED, *LAYOUTS)
+        raise ValueError(f"'{text}' is not a layout: choose from {', '.join(names)}{did_you_mean(text, names)}")
+    return text
 
 
 def _commas(sizes: tuple[int, ...]) -> str:
@@ -80,12 +91,14 @@ class ServeConfig:
         "SIZE",
         write_size,
     )
-    layout: Layout = setting(
+    layout: str = setting(
         "partitioned",
         "--layout",
         "how models share the memory: a partition each (partitioned), whose sizes follow measured request rates"
         " (elastic); all weights resident (resident); one model at a time, copied before (time_shared) or while it"
         " computes (pipelined); LRU (lru, on_demand)",
+        parse_layout,
+        "NAME",
     )
     model_rates: Mapping[str, float] = setting(
         dict,
@@ -365,7 +378,7 @@ class ServeConfig:
     @property
     def has_partitions(self) -> bool:
         """Whether each model has its own memory."""
-        return self.layout in _PARTITIONED
+        return self.layout in PARTITIONED
 
     @property
     def plans_later(self) -> bool:
