@@ -29,6 +29,8 @@ from cohabit.server.cli import main
 from cohabit.server.format import make_table, print_table
 from tests.support.runtime import models
 
+pytestmark = pytest.mark.process
+
 
 def make_repository(folder: Path) -> Path:
     """Make two models of different widths, which the cache beside them has, lowered and measured."""

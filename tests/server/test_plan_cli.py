@@ -27,6 +27,8 @@ from cohabit.server.repository.scan import find
 from tests.support.planner.graphs import PAGE, chain, profile_of
 from tests.support.runtime import models
 
+pytestmark = pytest.mark.process
+
 GRAPH = chain([PAGE, 2 * PAGE, PAGE, 3 * PAGE])
 PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=PAGE / 1e-3)
 PAIR = ("--graph", "chain.graph.json", "--profile", "chain.profile.json")
