@@ -13,7 +13,7 @@ from typing import Literal
 import msgspec
 
 from cohabit.planner.memory import parse_size
-from cohabit.planner.parts import PartRegistry
+from cohabit.planner.parts import Part, PartRegistry
 from cohabit.planner.shapes import ShapeBuckets
 from cohabit.server.config.setting import Setting, declared, flag, setting
 from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, write_size
@@ -28,7 +28,7 @@ from cohabit.server.config.values import (
     shape_buckets,
     trace_option,
 )
-from cohabit.server.errors import ConfigError, did_you_mean
+from cohabit.server.errors import ConfigError
 
 Store = Literal["ram", "file", "verified-file"]
 Weights = Literal["float32", "bfloat16", "int8"]
@@ -46,16 +46,8 @@ _TRACE_RATE = 1000
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 PARTITIONED = ("partitioned", "elastic", "resident")
 """Layouts in which each model has a partition."""
-LAYOUTS = PartRegistry("cohabit.layouts", {})
-"""Layouts in which models share one region, as `runtime.backend.OpenLayout`."""
-
-
-def parse_layout(text: str) -> str:
-    """Return the name of a layout. Raises ValueError."""
-    if text not in PARTITIONED and text not in LAYOUTS:
-        names = (*PARTITIONED, *LAYOUTS)
-        raise ValueError(f"'{text}' is not a layout: choose from {', '.join(names)}{did_you_mean(text, names)}")
-    return text
+LAYOUTS = PartRegistry("cohabit.layouts", dict.fromkeys(PARTITIONED, Part("")))
+"""Layouts by name. Those without partitions are a `runtime.backend.OpenLayout`; the others have no part to import."""
 
 
 def _commas(sizes: tuple[int, ...]) -> str:
@@ -97,8 +89,8 @@ class ServeConfig:
         "how models share the memory: a partition each (partitioned), whose sizes follow measured request rates"
         " (elastic); all weights resident (resident); one model at a time, copied before (time_shared) or while it"
         " computes (pipelined); LRU (lru, on_demand)",
-        parse_layout,
-        "NAME",
+        metavar="NAME",
+        choices=LAYOUTS,
     )
     model_rates: Mapping[str, float] = setting(
         dict,
