@@ -24,6 +24,8 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.serving import _converted
 
+pytestmark = pytest.mark.process
+
 WIDTH = 256
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "plan.ipynb"
 

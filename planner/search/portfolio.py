@@ -1,6 +1,7 @@
 """The default searcher: runs several searchers in turn until one reaches the lower bound.
 
-The searchers, called members, are asked in a fixed order. Those that do not plan this kind of problem are skipped.
+The searchers, called members, are asked in a fixed order. Those that do not plan this kind of problem are skipped,
+and so are those that are not installed.
 
 For a partition and a workspace, `streaming` comes first. `offloading` follows if activations do not fit, or if they
 leave little memory for parameters and `streaming` is far from the bound. `streaming` uses the remaining time.
@@ -22,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
-from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
+from cohabit.planner.errors import CohabitError, InfeasibleBudget, UnknownSearcher, UnsupportedProblem
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
 from cohabit.planner.order import by_parameters, has_reuse, in_original_order, reordered
 from cohabit.planner.plan import Plan
@@ -90,7 +91,7 @@ class Best(Searcher[MemberCandidate]):
         self.problem = problem
         self._seed = seed
         self._members: list[_Member] = []
-        self._refusals: list[UnsupportedProblem | InfeasibleBudget] = []
+        self._refusals: list[CohabitError] = []
         self._told: Sequence[Cost] = ()
         self._count = 0
         self.evaluations = 10**12
@@ -173,7 +174,7 @@ class Best(Searcher[MemberCandidate]):
             problem = replace(problem, graph=graph, profile=profile)
         try:
             searcher = make(name, problem, self._seed)
-        except (UnsupportedProblem, InfeasibleBudget) as refusal:
+        except (UnsupportedProblem, InfeasibleBudget, UnknownSearcher) as refusal:
             self._refusals.append(refusal)
             return None
         member = _Member(name, searcher, by_weights, len(self._members))

@@ -13,7 +13,7 @@ from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
+from cohabit.planner.sizing.problem import Division, ModelDemand, layout_name
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.deploy.partitions import Partitions
 from cohabit.server.deploy.worker import WorkerProcesses, stage
@@ -30,7 +30,7 @@ class Planner:
     def __init__(self, config: ServeConfig, workers: WorkerProcesses) -> None:
         self._workers = workers
         self._searcher = config.search
-        self._layout: LayoutName = "partitioned" if config.layout == "elastic" else config.layout
+        self._layout = layout_name(config.layout)
         self._lanes = config.compute_lanes
         self._library = Library(cache_of(config))
 

@@ -14,7 +14,7 @@ import torch
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import DEFAULT_BUCKETS, Bucket, ShapeBuckets
 from cohabit.runtime.backend import Backend
-from cohabit.runtime.devices import open_device
+from cohabit.runtime.devices import DeviceOptions, open_device
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering import packing
@@ -55,13 +55,8 @@ def open_backend(config: ServeConfig) -> Backend:
     rebuilds_on_restart = config.engine == "process" and config.bundle is None
     link = config.link_bandwidth_bytes_per_s
     memory_bytes, _ = available_memory()
-    return open_device(
-        config.device,
-        link,
-        verify_reads=config.verifies_reads,
-        lost_on_change=rebuilds_on_restart,
-        host_memory_bytes=memory_bytes,
-    )
+    options = DeviceOptions(link, config.verifies_reads, rebuilds_on_restart, memory_bytes)
+    return open_device(config.device, options)
 
 
 def set_up_torch(config: ServeConfig) -> None:

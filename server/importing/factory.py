@@ -15,8 +15,8 @@ from torch import nn
 
 from cohabit.server.errors import ConfigError, ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput, largest_size
-from cohabit.server.importing.script import function_of_script
 from cohabit.server.importing.subject import Subject, declared, reason_of, with_examples
+from cohabit.server.script import function_of_script
 
 _MOST_KEYS = 3
 

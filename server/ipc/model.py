@@ -94,10 +94,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
         """Return the shape that clients send and receive, with -1 for the batch dimension, if any."""
         return (-1, *tensor.shape) if self.max_batch_size > 0 else tensor.shape
 
-    def sizes_of(self, inputs: Inputs) -> tuple[int, ...]:
-        """Return the sizes of the dynamic dimensions of a request that fits the model."""
-        return tuple(inputs[self.inputs[d.input].name].shape[d.axis] for d in self.dynamic.dimensions)
-
 
 class ModelFootprint(msgspec.Struct, frozen=True):
     """A loaded model's memory, and its plans' predicted seconds per inference by bucket."""

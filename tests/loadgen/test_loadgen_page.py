@@ -16,6 +16,8 @@ from cohabit.loadgen.errors import UsageError
 from cohabit.loadgen.openloop import Outcome
 from cohabit.loadgen.report import Report, RunDescription, make_report, read_reports, write_reports
 
+pytestmark = pytest.mark.process
+
 
 def run_of(
     mean_s: float, seed: int, rate_per_s: float = 100.0, model: str = "a", duration_s: float = 30.0

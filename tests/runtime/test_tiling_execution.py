@@ -21,6 +21,8 @@ from cohabit.runtime.tiling.kernels import compute
 from cohabit.runtime.tiling.worker import Worker, start
 from tests.planner.test_tiling import BUILTINS, V, X
 
+pytestmark = pytest.mark.process
+
 PROCESSES = 4
 
 

@@ -17,6 +17,8 @@ from cohabit.server.cli import main
 from cohabit.server.engine.servable import describe
 from tests.support.runtime import models
 
+pytestmark = pytest.mark.process
+
 CONFIG = """
 max_batch_size: 4
 response_cache { enable: true }

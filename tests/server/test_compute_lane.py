@@ -25,6 +25,8 @@ from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.scheduling.scheduler import Scheduler
 from tests.support.server.server_fakes import FakeServable, Gate, identity, refused
 
+pytestmark = pytest.mark.process
+
 FASTER = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2}
 """Predicted seconds of a model for which batches pay."""
 

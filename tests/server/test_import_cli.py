@@ -23,6 +23,8 @@ from cohabit.server.importing.factory import _load
 from cohabit.server.importing.subject import declared
 from tests.support.server.import_modules import HERE, LINEAR, Code, Tied, X, linear
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 
 

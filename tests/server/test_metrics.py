@@ -23,6 +23,8 @@ from tests.support.server.metrics_client import FakeNvml, MetricsPort, Samples, 
 from tests.support.server.server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
 from tests.support.server.server_http import ask, infer, x
 
+pytestmark = pytest.mark.process
+
 TRITONS = {
     "nv_inference_request_success",
     "nv_inference_request_failure",

@@ -16,6 +16,8 @@ from cohabit.server.ipc.model import ModelFootprint, ModelKey
 from tests.support.server.server_fakes import FakeLoaded, Running, adder, identity, running, serving
 from tests.support.server.server_http import infer, x
 
+pytestmark = pytest.mark.process
+
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 
 

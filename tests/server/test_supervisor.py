@@ -25,6 +25,8 @@ from tests.support.server import fake_engine, frontends
 from tests.support.server.frontends import FrontEnd, rows, until_entered
 from tests.support.server.server_fakes import identity, refused
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

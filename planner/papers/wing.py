@@ -1,0 +1,43 @@
+"""The papers' searchers, by the names under which commands and `search` find them."""
+
+from typing import TYPE_CHECKING
+
+from cohabit.planner.errors import UnsupportedProblem
+from cohabit.planner.parts import Part, Parts
+
+if TYPE_CHECKING:
+    from cohabit.planner.problem import Problem
+    from cohabit.planner.search.searcher import AnySearcher
+
+_HERE = "cohabit.planner.papers"
+PARTS: Parts = {
+    "cohabit.searchers": {
+        "genetic": Part(f"{_HERE}.wing:genetic"),
+        "particle_swarm": Part(f"{_HERE}.home.particle_swarm:ParticleSwarm"),
+        "greedy": Part(f"{_HERE}.beaumont.searcher:Greedy"),
+        "dynprog": Part(f"{_HERE}.beaumont.searcher:DynProg"),
+        "interval": Part(f"{_HERE}.tensile.searcher:Tensile"),
+        "on_demand": Part(f"{_HERE}.swapadvisor.on_demand:OnDemand"),
+    },
+    "cohabit.baselines": {
+        "vdnn_all": Part(f"{_HERE}.baselines.layers:VdnnAll"),
+        "vdnn_conv": Part(f"{_HERE}.baselines.layers:VdnnConv"),
+        "superneurons": Part(f"{_HERE}.baselines.layers:SuperNeurons"),
+        "tflms": Part(f"{_HERE}.baselines.layers:Tflms"),
+        "autoswap": Part(f"{_HERE}.baselines.scores:AutoSwap"),
+        "capuchin": Part(f"{_HERE}.baselines.scores:Capuchin"),
+        "sqrt_checkpointing": Part(f"{_HERE}.baselines.checkpointing:SqrtCheckpointing"),
+        "chain_checkpointing": Part(f"{_HERE}.baselines.checkpointing:ChainCheckpointing"),
+    },
+}
+
+
+def genetic(problem: "Problem", seed: int) -> "AnySearcher":
+    """Return SwapAdvisor's search for a single budget, or the search over `streaming`'s decisions as served."""
+    from cohabit.planner.papers.swapadvisor.genetic import Genetic
+    from cohabit.planner.papers.swapadvisor.serving import ServingGenetic
+
+    try:
+        return Genetic(problem, seed)
+    except UnsupportedProblem:
+        return ServingGenetic(problem, seed)
