@@ -1,8 +1,7 @@
-"""Tests whether the rows of a batch influence one another.
+"""Tries whether the rows of a batch influence one another in a lowered program.
 
-A request may be padded, or batched with others, only if rows are independent. The same rows are run at other positions,
-in other batch sizes and with other neighbours, and their results are compared. Neighbours of NaN reveal float
-influences of any size.
+A request may be padded, or batched with others, only if rows are independent. `rows.proof` shows that for the exported
+program. Here the rewritten one is run: the same rows in other batch sizes, and among neighbours of special values.
 """
 
 import math
@@ -27,6 +26,7 @@ results finite. The last entry matches the inputs of the trace."""
 
 _LEAST_COMPANY = 3
 """Smallest batch in which a row has neighbours on both sides."""
+_HUGE = 1e30
 
 _Tensors = list[torch.Tensor]
 Run = Callable[[int, _Tensors], _Tensors]
@@ -36,9 +36,8 @@ Run = Callable[[int, _Tensors], _Tensors]
 def find_interaction(model: FxModel, batches: Sequence[int], symbols: Mapping[str, int], run: Run) -> str | None:
     """Return how rows influence one another in batches of these sizes, or None if no trial shows it.
 
-    Dynamic dimensions have the sizes that `symbols` give. Random operators count as influence. Runs the model two or
-    three times at the largest size, once at each smaller one, and once at a small one. Influences that only special
-    values cause are not found.
+    Dynamic dimensions have the sizes that `symbols` give. Runs the model once at each size, and a few times at a small
+    one: a row's bits must be the same among all neighbours. In another batch size they may differ by rounding.
     """
     most = max(batches)
     if model.max_batch is None or most == 1:
@@ -48,43 +47,52 @@ def find_interaction(model: FxModel, batches: Sequence[int], symbols: Mapping[st
         return "the program takes no random rows"
     rows, expected = reference
     tolerance = tolerance_of(model)
-    for where, order in _trials(batches):
+    for batch in [b for b in batches if b < most] or [most - 1]:
+        order = list(range(batch))[::-1]
         results = _try(model, run, [t[order] for t in rows])
         if results is None:
-            return f"the program fails for a row {where}"
+            return f"the program fails for a row in a batch of {batch} instead of {most}"
         wanted = [t[order] for t in expected]
         if (different := _difference(model.outputs, results, wanted, expected, tolerance)) is not None:
-            return f"{different} {where}"
-    # NaN neighbours reveal influences of any size.
+            return f"{different} in a batch of {batch} instead of {most}"
     few = min([b for b in batches if b >= _LEAST_COMPANY], default=most)
+    return _among_special_neighbours(model, run, [t[:few] for t in rows])
+
+
+def _among_special_neighbours(model: FxModel, run: Run, rows: _Tensors) -> str | None:
+    """Compare a row's results among random neighbours with those among each kind of special ones."""
+    few = len(rows[0])
     place = few // 2
-    company = [_without_numbers(t[:few], place) for t in rows]
-    results = _try(model, run, company) if any(t.is_floating_point() for t in rows) else None
-    if results is None:  # such a batch also fails in the server, which then runs its requests one by one
-        return None
-    own, wanted = ([t[place : place + 1] for t in tensors] for tensors in (results, expected))
-    different = _difference(model.outputs, own, wanted, expected, tolerance)
-    return None if different is None else f"{different} among rows of NaN"
+    ordinary = _try(model, run, rows)
+    for name, neighbours in _SPECIAL.items():
+        # If the model rejects such a batch, the server runs its requests one by one.
+        results = _try(model, run, [_surrounded(t, place, neighbours) for t in rows])
+        if ordinary is None or results is None:
+            continue
+        own, wanted = ([t[place : place + 1] for t in tensors] for tensors in (results, ordinary))
+        if (different := _difference(model.outputs, own, wanted, ordinary, 0.0)) is not None:
+            return f"{different} among {name}"
+    return None
 
 
-def _trials(batches: Sequence[int]) -> list[tuple[str, list[int]]]:
-    """Return the trials: a description, and the rows of the batch as indices into the reference."""
-    most = max(batches)
-    smaller = [b for b in batches if b < most] or [most - 1]
-    trials = [("among copies of the row", [most - 1] * most)]
-    trials += [(f"in a batch of {b} instead of {most}", list(range(b))[::-1]) for b in smaller]
-    if max(smaller) == 1:  # so far only one row has been at another position
-        trials.append(("at another place of the batch", list(range(most))[::-1]))
-    return trials
+_SPECIAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "copies of the row": lambda rows, row: row.expand_as(rows),
+    "rows of zeros": lambda rows, row: torch.zeros_like(rows),
+    "rows of ones": lambda rows, row: torch.ones_like(rows),
+    "rows of the largest numbers": lambda rows, row: torch.full_like(
+        rows, _HUGE if rows.is_floating_point() else int(rows.max()) if rows.numel() else 0
+    ),
+    "rows of NaN": lambda rows, row: torch.full_like(rows, torch.nan) if rows.is_floating_point() else rows,
+}
+"""Neighbours, given all rows and the one that is compared."""
 
 
-def _without_numbers(rows: torch.Tensor, place: int) -> torch.Tensor:
-    """Replace all floats by NaN, except those of one row."""
-    if not rows.is_floating_point():
-        return rows
-    company = torch.full_like(rows, torch.nan)
-    company[place] = rows[place]
-    return company
+def _surrounded(
+    rows: torch.Tensor, place: int, neighbours: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    changed = neighbours(rows, rows[place : place + 1]).clone()
+    changed[place] = rows[place]
+    return changed
 
 
 def _reference(

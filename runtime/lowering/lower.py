@@ -25,6 +25,7 @@ from cohabit.runtime.lowering.encoding.choice import Encoding, encode_lossy, exa
 from cohabit.runtime.lowering.interaction import find_interaction, tolerance_of
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.rewrite import RewriteFailed, rewrite
+from cohabit.runtime.lowering.rows.proof import find_mixing
 from cohabit.runtime.lowering.trace import Trace, build_graph, covering, run_model, trace_model
 from cohabit.runtime.lowering.validation import LeftOut, Reference, Sample, Validation, samples_of, validated
 from cohabit.runtime.lowering.weights import Manifest
@@ -38,7 +39,7 @@ MOST_BUCKETS = 64
 """Maximum number of buckets of a model: each has a plan, and programs in memory."""
 _CHECKED_BATCHES = 2
 """Number of batch sizes that are traced at several shapes per bucket. Two suffice: torch specialises only batch 1."""
-_LOWERING = "23"
+_LOWERING = "24"
 """Version of lowering. It changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 
@@ -61,8 +62,8 @@ class Lowered:
     weights_path: Path
     options: Options = DEFAULTS
     interaction: str | None = None
-    """How the rows of a batch influence one another; see `find_interaction`. None if no influence was found, or if rows
-    were not compared."""
+    """How the rows of a batch influence one another: the op that mixes them, or a trial that shows it. None if they are
+    independent, or were not compared."""
     dynamic: DynamicShape = STATIC
     """Dynamic dimensions other than the batch."""
     changed_inputs: tuple[str, ...] = ()
@@ -132,7 +133,7 @@ def lower(
     """Lower an archive for the given batch sizes, except those it was not exported for.
 
     `shape_buckets` has the sizes of the other dynamic dimensions (default: powers of two). Without `compare_rows`, the
-    search for `interaction` is skipped. That search runs the model at its largest batch. Callers that never batch
+    search for `interaction` is skipped. Its trials run the model at its largest batch. Callers that never batch
     different requests do not need it.
 
     The weights file is written to `cache`, keyed by the archive, and reused from there. Raises ArchiveError for a bad
@@ -191,7 +192,9 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     model, own, buckets, usable = runs.model, runs.own, runs.buckets, sorted({b.batch for b in runs.buckets})
     # Trace every bucket; the smallest batch sizes at several shapes.
     on_progress(f"{name}: tracing batches{', and comparing their rows' if entry.compare_rows else ''}")
-    interaction = find_interaction(model, usable, runs.symbols, runs.outputs) if entry.compare_rows else None
+    interaction = None
+    if entry.compare_rows and max(usable) > 1:
+        interaction = model.mixing or find_interaction(model, usable, runs.symbols, runs.outputs)
     traces: dict[Bucket, Trace] = {}
     for bucket in buckets:
         sizes = model.dynamic.checked(bucket.sizes) if bucket.batch in usable[:_CHECKED_BATCHES] else [bucket.sizes]
@@ -277,11 +280,19 @@ def _rewritten(
     model.folder = entry.folder
     buckets = _buckets(model, entry.batches, entry.shape_buckets)
     shapes = [_symbols(model, bucket) for bucket in _without_ones(buckets)]
+    if model.max_batch is not None:
+        model.mixing = find_mixing(model, _followed_sizes(model, buckets))
     applied = rewrite(model, entry.options, shapes, left_out)
     if entry.options.weights == "float32":
         shorten_tables(model)
     compute_sizes_first(model)
     return _Runs(model, own_storages(model.weights), buckets, applied)
+
+
+def _followed_sizes(model: FxModel, buckets: Sequence[Bucket]) -> list[dict[str, int]]:
+    """Return the symbols' values at which the batch is followed: several shapes of the smallest and largest bucket."""
+    sizes = [s for bucket in (min(buckets), max(buckets)) for s in model.dynamic.checked(bucket.sizes)]
+    return [model.dynamic.symbols(own) for own in dict.fromkeys(sizes)]
 
 
 def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manifest: Manifest) -> Lowered:

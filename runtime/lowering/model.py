@@ -62,6 +62,8 @@ class FxModel:
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
     saved_table_bytes: int = 0
     """Bytes that encoding saves in tables."""
+    mixing: str | None = None
+    """The op that mixes the rows of a batch; None if they are shown to be independent, or there is no batch."""
     folder: Path | None = None
     """Folder of the files of computed weights; None for anonymous memory."""
     memory: list[torch.Tensor] = field(default_factory=list)
