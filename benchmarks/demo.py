@@ -1,286 +1,256 @@
-"""The demonstration behind `make demo`: sixteen models in a quarter of their memory, next to two other layouts.
+"""The demonstration behind `make demo`: sixteen models in a quarter of their memory, under four policies.
 
-A server per layout is started, and they get the load in turns, so that what else the machine does falls on all of them.
-Everything it makes lies in `.demo`; running it again uses what is there.
+A server per policy is started. They get the same requests in many short turns, one after the other, so that other work
+of the machine falls on all of them. Everything it makes lies in `.demo`; running it again uses what is there.
 """
 
 import argparse
 import asyncio
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import msgspec
 import numpy as np
 import psutil
-import tritonclient.http
 from numpy.typing import NDArray
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
-from benchmarks.record import parser_of, record
-from benchmarks.scrape import Running, by_model, get, serve_command, serving
-from benchmarks.turns import Ratio, turns
-from cohabit.loadgen.client import address_of
-from cohabit.loadgen.inputs import random_inputs
+from benchmarks.record import parser_of, record, results_folder
+from benchmarks.scrape import cpu_s, serve_command, serving
+from benchmarks.turns import LIKELY, Ratio, turns
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
-from cohabit.loadgen.run import SentLoad, send_load
+from cohabit.loadgen.run import run_load
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
-from examples.sentences import SENTENCES, embed, table
 
-LAYOUTS = (("resident", "100%"), ("time_shared", "25%"), ("partitioned", "25%"))
-TURNS = 4
-ALONE_REQUESTS = 30
-BUSY, BUSY_WINDOW_S = 0.1, 2.0
-"""Share of the CPUs that something else uses before anything is started, from which figures are in doubt."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One model's predicted and measured seconds per inference."""
-
-    predicted_s: float
-    alone_s: float
-    loaded_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    report: Report
-    """Of all turns together."""
-    turns: Sequence[Report]
-    costs: dict[str, Cost]
-    swapped_bytes: float
+POLICIES = {
+    "resident": ("all resident", "100%"),
+    "partitioned": ("partitioned", "25%"),
+    "lru": ("LRU cache", "25%"),
+    "time_shared": ("time sharing", "25%"),
+}
+"""By the server's name for it: the name shown, and the memory as a share of the weights."""
+OWN = "partitioned"
+RATES_PER_S = (300, 200, 150, 100, 70, 50, 30, 20, 10)
+LOAD_SHARE = 0.6
+"""The rate is the highest of RATES_PER_S below this share of what the machine saturates at."""
+SATURATING_CLIENTS, SATURATION_S = 16, 4.0
+WARM_UP_S = 0.25
+BUSY = 0.05
+"""Share of the CPUs used by other work during the turns from which the sentence mentions it."""
+WIDTH = 80
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     folder: Path = options.folder
-    console.rule(f"preparing {options.models} models")
+    console.print(f"[1/3] {options.models} models are exported to {folder} (the first time: a minute or two)")
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
-    total = sum(p.weight_bytes for p in prepared)
-    console.print(f"{len(prepared)} models with {total / 2**20:.1f} MiB of weights in {folder / 'repository'}")
-    others = psutil.cpu_percent(BUSY_WINDOW_S) / 100
-    outcomes = asyncio.run(_measure(options, console))
-    console.rule("results")
-    tables = (_planned_against_measured(outcomes["partitioned"]), _latencies(outcomes, options))
-    said = verdict({layout: outcome.turns for layout, outcome in outcomes.items()}, others)
-    console.print(*tables, *said, sep="\n")
+    weight_bytes = sum(p.weight_bytes for p in prepared)
+    measured = asyncio.run(_measure(options, console))
+    shown: list[Table | str] = [_table(measured), *verdict(measured)]
+    console.print(*shown, sep="\n")
+    picture = (results_folder() if options.record else folder) / "demo.png"
+    draw(measured, picture)
+    console.print(f"\nPicture: {picture}", soft_wrap=True)
     if options.record:
-        _record(tables, said, total)
-    return 0 if all(o.report.all_answered for o in outcomes.values()) else 1
+        _record(options, shown, weight_bytes)
+    return 0 if all(report.all_answered for own in measured.reports.values() for report in own) else 1
 
 
 @dataclass(slots=True)
 class Measured:
-    """A layout's server, and what was measured of it so far."""
+    """A report per policy and turn."""
 
-    server: Running
-    alone_s: dict[str, float]
-    turns: list[SentLoad] = field(default_factory=list)
+    rate_per_s: float
+    saturation_per_s: float
+    """What a server with all of the memory answers to clients that always have a request."""
+    reports: dict[str, list[Report]] = field(default_factory=lambda: {policy: [] for policy in POLICIES})
+    others: list[float] = field(default_factory=list)
+    """Share of the CPUs that other processes and other virtual machines used, by turn of a policy."""
+
+    def percentiles_s(self, policy: str, name: str) -> NDArray[np.float64]:
+        """A percentile of the latency, such as `p99_s`, by turn; NaN without answers."""
+        spreads = [report.latency for report in self.reports[policy]]
+        return np.array([np.nan if spread is None else getattr(spread, name) for spread in spreads])
+
+    def ratio(self, policy: str, name: str) -> Ratio | None:
+        """Our percentile over another policy's, turn by turn; None with fewer than two turns that have both."""
+        ratios = self.percentiles_s(OWN, name) / self.percentiles_s(policy, name)
+        ratios = ratios[np.isfinite(ratios)]
+        return Ratio.of(ratios) if len(ratios) > 1 else None
 
 
-async def _measure(options: argparse.Namespace, console: Console) -> dict[str, Outcome]:
+async def _measure(options: argparse.Namespace, console: Console) -> Measured:
     async with AsyncExitStack() as stack:
-        found: dict[str, Measured] = {}
-        for layout, memory in LAYOUTS:
-            console.rule(f"{layout} layout, memory {memory} of the weights")
-            repository, cache = options.folder / "repository", options.folder / "cache"
-            command = serve_command(repository, memory, layout, cache)
-            server = await stack.enter_async_context(serving(command, show_log=True))
-            console.print("each model alone, one request at a time")
-            models = [r.name for r in recipes(options.models)]
-            found[layout] = Measured(server, await asyncio.to_thread(_measure_alone, server.url, models))
-        before = {layout: _statistics(one.server.url) for layout, one in found.items()}
-        for turn, layout in turns(found, TURNS):
-            console.rule(f"turn {turn + 1} of {TURNS}: {layout}")
-            found[layout].turns.append(await send_load(found[layout].server.url, _load(options, turn)))
-        outcomes = {layout: _outcome(one, before[layout]) for layout, one in found.items()}
-        console.rule("three sentences through MiniLM")
-        address = address_of(found["partitioned"].server.url)
-        console.print(table(SENTENCES, await asyncio.to_thread(embed, address, SENTENCES)))
-    return outcomes
+        urls = {}
+        console.print(f"[2/3] {len(POLICIES)} servers are started (the first time, each plans its models)")
+        for policy, (name, memory) in POLICIES.items():
+            command = serve_command(options.folder / "repository", memory, policy, options.folder / "cache")
+            with console.status(f"{name}, memory for {memory} of the weights"):
+                urls[policy] = (await stack.enter_async_context(serving(command))).url
+            console.print(f"      {name}, memory for {memory} of the weights: ready")
+        closed = msgspec.structs.replace(_load(options, 1.0, SATURATION_S, 0), concurrency=SATURATING_CLIENTS)
+        saturation_per_s = (await run_load(urls["resident"], closed)).achieved_per_s
+        measured = Measured(options.rate or rate_for(saturation_per_s), saturation_per_s)
+        console.print(
+            f"[3/3] {measured.rate_per_s:g} requests/s to each in {options.turns} turns of"
+            f" {options.duration / options.turns:.1f} s (with all models resident, this machine answers"
+            f" {saturation_per_s:.0f}/s)"
+        )
+        for policy in POLICIES:  # a first turn of each is not counted
+            await run_load(urls[policy], _load(options, measured.rate_per_s, 1.0, options.turns))
+        planned = list(turns(POLICIES, options.turns))
+        for turn, policy in track(planned, "      turns", console=console, transient=True):
+            load = _load(options, measured.rate_per_s, options.duration / options.turns, turn)
+            before = psutil.cpu_times(), cpu_s([psutil.Process()])
+            measured.reports[policy].append(await run_load(urls[policy], load))
+            measured.others.append(others_share(before, (psutil.cpu_times(), cpu_s([psutil.Process()]))))
+    return measured
 
 
-def _outcome(measured: Measured, before: dict[str, tuple[int, float]]) -> Outcome:
-    after = _statistics(measured.server.url)
-    predicted = by_model(measured.server.metrics_url, "cohabit_predicted_seconds")
-    costs = {
-        m: Cost(predicted[m], alone_s, (after[m][1] - before[m][1]) / max(1, after[m][0] - before[m][0]))
-        for m, alone_s in measured.alone_s.items()
-    }
-    turns = [turn.report for turn in measured.turns]
-    return Outcome(joined(measured.turns).report, turns, costs, measured.server.sum("cohabit_swapped_bytes_total"))
+def rate_for(saturation_per_s: float) -> float:
+    """Return the rate at which every policy should keep up."""
+    return next((rate for rate in RATES_PER_S if rate <= LOAD_SHARE * saturation_per_s), RATES_PER_S[-1])
 
 
-def joined(turns: Sequence[SentLoad]) -> SentLoad:
-    """Join several loads of one server, one after the other, without their warm-ups."""
-    outcomes, at_s = [], 0.0
-    for turn in turns:
-        for outcome in turn.outcomes:
-            if outcome.arrival.at_s >= turn.run.warmup_s:
-                arrival = replace(outcome.arrival, at_s=outcome.arrival.at_s - turn.run.warmup_s + at_s)
-                outcomes.append(replace(outcome, arrival=arrival))
-        at_s += turn.run.duration_s
-    run = msgspec.structs.replace(turns[0].run, duration_s=at_s, warmup_s=0.0)
-    return SentLoad(run, outcomes, turns[0].models)
+Times = tuple[Any, float]
+"""The machine's CPU times, and the CPU seconds of this process and its servers."""
 
 
-def _load(options: argparse.Namespace, turn: int) -> Load:
+def others_share(before: Times, after: Times) -> float:
+    """Return the share of the CPUs that neither idled nor worked for us: other processes, other virtual machines."""
+    spent = dict(zip(after[0]._fields, np.subtract(after[0], before[0]), strict=True))
+    spent = {name: s for name, s in spent.items() if not name.startswith("guest")}  # part of user
+    idle_s = spent["idle"] + spent.get("iowait", 0.0)
+    total_s = sum(spent.values())
+    return float(max(0.0, total_s - idle_s - (after[1] - before[1])) / total_s) if total_s > 0 else 0.0
+
+
+def _load(options: argparse.Namespace, rate_per_s: float, duration_s: float, seed: int) -> Load:
     return Load(
-        rate_per_s=options.rate,
-        duration_s=options.duration / TURNS,
+        rate_per_s=rate_per_s,
+        duration_s=duration_s,
         model_count=options.models,
         zipf=0.0,
-        seed=turn,
+        seed=seed,
         batch=1,
         slo_s=0.1,
         timeout_s=60.0,
-        warmup_s=1.0,
+        warmup_s=WARM_UP_S,
         max_in_flight=20_000,
     )
 
 
-def _measure_alone(url: str, models: Sequence[str]) -> dict[str, float]:
-    """Mean seconds per inference of each model, with one request at a time and the models in turn."""
-    client = tritonclient.http.InferenceServerClient(address_of(url), network_timeout=60.0)
-    rng = np.random.default_rng(0)
-    requests = {m: random_inputs(client.get_model_metadata(m), batch=1, rng=rng) for m in models}
-    for model in models:
-        client.infer(model, requests[model])
-    before = _statistics(url)
-    for _ in range(ALONE_REQUESTS):
-        for model in models:
-            client.infer(model, requests[model])
-    after = _statistics(url)
-    client.close()
-    return {m: (after[m][1] - before[m][1]) / (after[m][0] - before[m][0]) for m in models}
-
-
-def _statistics(url: str) -> dict[str, tuple[int, float]]:
-    """Inferences so far and the seconds that they took, by model."""
-    stats = msgspec.json.decode(get(f"{url}/v2/models/stats"))["model_stats"]
-    parts = {s["name"]: s["inference_stats"] for s in stats}
-    return {name: (p["success"]["count"], p["compute_infer"]["ns"] / 1e9) for name, p in parts.items()}
-
-
-def _planned_against_measured(outcome: Outcome) -> Table:
-    table = Table(
-        title="partitioned: planned against measured, ms per inference", title_justify="left", box=SIMPLE_HEAD
-    )
-    for heading in ("model", "planned", "alone", "under load"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
-    for model, cost in outcome.costs.items():
-        table.add_row(model, _ms(cost.predicted_s), _ms(cost.alone_s), _ms(cost.loaded_s))
-    table.caption = (
-        "planned: of ops and copies, timed one by one. Measured times have the work of the other servers, of the load"
-        " generator and of the machine in them, and up to a few tenths of a millisecond between the ops."
-    )
-    table.caption_justify = "left"
-    return table
-
-
-def _latencies(outcomes: dict[str, Outcome], options: argparse.Namespace) -> Table:
-    load = f"{options.models} models, {options.rate:g} requests/s for {options.duration:g} s"
-    title = f"{load}; milliseconds from the intended send time: median of {TURNS} turns (least - most)"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for heading in ("layout", "memory", "answered", "per s", "<100ms", "p50", "p90", "p99", "GiB in"):
-        table.add_column(heading, justify="left" if heading in ("layout", "memory") else "right")
-    memory = dict(LAYOUTS)
-    for layout in reversed(outcomes):
-        report, turns = outcomes[layout].report, outcomes[layout].turns
-        shown = [_over_turns(_percentiles(turns, name)) for name in PERCENTILES]
+def _table(measured: Measured) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("policy", no_wrap=True)
+    for heading in ("memory", "answered", "p50 ms", "p99 ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column(f"p99 of {OWN} / its p99", justify="right", no_wrap=True)
+    for policy, (name, memory) in POLICIES.items():
+        reports, ratio = measured.reports[policy], None if policy == OWN else measured.ratio(policy, "p99_s")
         table.add_row(
-            layout,
-            memory[layout],
-            f"{report.completed}/{report.sent}",
-            f"{report.achieved_per_s:.0f}",
-            f"{sum(m.within_slo for m in report.models) / max(1, report.sent):.0%}",
-            *shown,
-            f"{outcomes[layout].swapped_bytes / 2**30:.1f}",
+            name,
+            memory,
+            f"{sum(r.completed for r in reports) / max(1, sum(r.due for r in reports)):.0%}",
+            *(f"{np.nanmedian(measured.percentiles_s(policy, key)) * 1e3:.1f}" for key in ("p50_s", "p99_s")),
+            "" if ratio is None else _interval(ratio),
+            style="bold" if policy == OWN else None,
         )
     return table
 
 
-PERCENTILES = ("p50", "p90", "p99")
-
-
-def _percentiles(turns: Sequence[Report], name: str) -> NDArray[np.float64]:
-    """Return a percentile of each turn, in seconds; turns without answers have none."""
-    return np.array([getattr(turn.latency, f"{name}_s") for turn in turns if turn.latency is not None])
-
-
-def _over_turns(values_s: NDArray[np.float64]) -> str:
-    return f"{_ms(np.median(values_s))} ({_ms(values_s.min())} - {_ms(values_s.max())})" if values_s.size else "-"
-
-
-def verdict(turns: Mapping[str, Sequence[Report]], others: float) -> list[str]:
-    """Say in sentences what the turns show about `partitioned`, by layout, and what speaks against it.
-
-    `others` is the share of the CPUs that something else used before.
-    """
-    own = turns["partitioned"]
-    said = [_compared(own, turns[layout], layout, words) for layout, words in COMPARED]
-    late = sum(turn.generator_was_late for each in turns.values() for turn in each)
-    if late:
+def verdict(measured: Measured) -> list[str]:
+    """Say in a sentence who wins by how much, and in others what speaks against it."""
+    lru, shared, resident = (measured.ratio(policy, "p99_s") for policy in ("lru", "time_shared", "resident"))
+    if lru is None or shared is None or resident is None:
+        return ["Nothing can be compared: fewer than two turns have answers of all policies."]
+    said = [
+        f"In memory for a quarter of the weights, {OWN} had a {_against(lru, 'an LRU cache of whole models')}, and a"
+        f" {_against(shared, 'time sharing')}. With four times the memory, all models resident, p99 was"
+        f" {1 / resident.mean:.2f} of {OWN}'s ({1 / resident.high:.2f} to {1 / resident.low:.2f})."
+    ]
+    used, most = float(np.mean(measured.others)), max(measured.others)
+    if used > BUSY:
         said.append(
-            f"In {late} of {sum(map(len, turns.values()))} turns the load generator was late: these are in doubt."
+            f"Other work used {used:.0%} of the CPUs during the turns, {most:.0%} in the worst: it fell on all"
+            " policies, and makes all of them slower."
         )
-    if others > BUSY:
-        said.append(
-            f"Something else kept the CPUs {others:.0%} busy before anything was started: repeat this on a quiet"
-            " machine before you draw conclusions."
-        )
+    reports = [report for own in measured.reports.values() for report in own]
+    if late := sum(report.generator_was_late for report in reports):
+        said.append(f"In {late} of {len(reports)} turns the load generator was late, which counts as latency.")
     return said
 
 
-COMPARED = (
-    ("time_shared", "time sharing in the same memory"),
-    ("resident", "all models resident in four times the memory"),
-)
+def _against(ratio: Ratio, other: str) -> str:
+    if ratio.low <= 1 <= ratio.high:
+        return f"p99 not to be told apart from that of {other}, {_interval(ratio)} times"
+    return f"{'lower' if ratio.high < 1 else 'higher'} p99 than {other}, {_interval(ratio)} times"
 
 
-def _compared(own: Sequence[Report], others: Sequence[Report], layout: str, words: str) -> str:
-    """Compare percentiles with those of another layout, turn by turn."""
-    parts = []
-    for name in reversed(PERCENTILES):
-        pairs = [(a.latency, b.latency) for a, b in zip(own, others, strict=True)]
-        known = [(a, b) for a, b in pairs if a is not None and b is not None]
-        if len(known) < 2:
-            return f"partitioned cannot be compared with {layout}: fewer than two turns have answers of both."
-        ratio = Ratio.of(np.array([getattr(a, f"{name}_s") / getattr(b, f"{name}_s") for a, b in known]))
-        kind = "lower" if ratio.high < 1 else "higher" if ratio.low > 1 else "not to be told apart"
-        parts.append(f"{name} {kind}, {ratio.mean:.2f} of it ({ratio.low:.2f} - {ratio.high:.2f})")
-    return f"partitioned against {words}: {'; '.join(parts)}."
+def _interval(ratio: Ratio) -> str:
+    return f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _record(tables: Sequence[Table], said: Sequence[str], weight_bytes: int) -> None:
+def draw(measured: Measured, path: Path) -> None:
+    """Draw p50 and p99 of every policy: a bar each for the median, and a dot for every turn."""
+    figure, panel = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    names = [f"{name}\n{memory} of the memory" for name, memory in POLICIES.values()]
+    for offset, (key, colour) in zip((-0.2, 0.2), (("p50_s", "#9ec3dd"), ("p99_s", "#1f6f9f")), strict=True):
+        for place, policy in enumerate(POLICIES):
+            times_ms = measured.percentiles_s(policy, key) * 1e3
+            label = key[:3] if place == 0 else None
+            panel.barh(place + offset, np.nanmedian(times_ms), 0.36, color=colour, label=label)
+            panel.plot(
+                times_ms, np.full(len(times_ms), place + offset), ".", color="black", alpha=0.35, markersize=4
+            )
+    panel.set_yticks(range(len(names)), names)
+    panel.invert_yaxis()
+    panel.set(xlabel="latency, ms (bars: median of the turns; dots: turns)", xlim=(0, None))
+    panel.set_title(f"{measured.rate_per_s:g} requests/s to sixteen models", fontsize=10, loc="left")
+    panel.legend(loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _record(options: argparse.Namespace, shown: Sequence[Table | str], weight_bytes: int) -> None:
     text = io.StringIO()
-    Console(file=text, width=110, highlight=False).print(*tables, *said, sep="\n")
+    Console(file=text, width=WIDTH, highlight=False).print(*shown, sep="\n")
     about = (
-        f"{weight_bytes / 2**20:.1f} MiB of weights. *Alone* is the mean of {ALONE_REQUESTS} requests, one at a time,"
-        " the models in turn; *under load* the mean of the batches that they went in. Load generator and servers share"
-        f" the CPUs. They got the load in {TURNS} turns, one after the other, a turn's requests the same for all.\n"
+        f"{options.models} models with {weight_bytes / 2**20:.1f} MiB of weights. p50 and p99, from the intended send"
+        f" time, are medians of {options.turns} turns. Ratios are geometric means of the turns' ratios, with the"
+        f" {LIKELY:.0%} interval of a bootstrap over turns. A turn's requests are the same for all policies. Load"
+        " generator and servers share the CPUs.\n"
     )
-    sections = [about, f"```\n{text.getvalue()}```\n"]
+    sections = [about, f"```\n{text.getvalue()}```\n", "![p50 and p99 by policy](demo.png)"]
     record("demo", "Sixteen models in a quarter of their memory", "benchmarks.demo", sections)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f}" if seconds < 1 else f"{seconds * 1e3:.0f}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.demo", __doc__)
     parser.add_argument("--models", type=int, default=16, help="how many models (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=300.0, help="requests per second (default: %(default)s)")
-    parser.add_argument("--duration", type=float, default=20.0, help="seconds of load, each (default: %(default)s)")
+    parser.add_argument(
+        "--rate", type=float, help="requests per second (default: what this machine can do, at most 300)"
+    )
+    parser.add_argument("--turns", type=int, default=16, help="turns of each policy (default: %(default)s)")
+    parser.add_argument(
+        "--duration", type=float, default=20.0, help="seconds of load, each policy (default: %(default)s)"
+    )
     return parser
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 import statistics
 import sys
 import time
@@ -12,17 +13,29 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from benchmarks.record import markdown_table, parser_of, publish, work_of_two
 from benchmarks.tiling_programs import SUBJECTS, Subject, random_program
 from cohabit.planner.errors import format_bytes
-from cohabit.planner.tiling.arrays import NewArray, Region, View, newarray
+from cohabit.planner.tiling.arrays import newarray
+from cohabit.planner.tiling.expressions import (
+    Expression,
+    Fold,
+    Input,
+    JoinUpdate,
+    Map,
+    NewArray,
+    Region,
+    Scan,
+    View,
+)
 from cohabit.planner.tiling.graph import TilingGraph
 from cohabit.planner.tiling.search import BRUTE_FORCE_LIMIT, TilingPlan, plan_tiling
 from cohabit.runtime.tiling.counting import CountedCollectives
-from cohabit.runtime.tiling.execute import measured, viewed
-from cohabit.runtime.tiling.kernels import compute
+from cohabit.runtime.tiling.execute import measured
 from cohabit.runtime.tiling.worker import Worker, start
 
 SEARCHED = {"smart": "greedy", "best": "exact", "row": "row", "column": "column", "worst": "worst"}
@@ -46,13 +59,47 @@ def run_all(scale: int, repeats: int, worker: Worker) -> Runs:
     runs: Runs = {}
     for subject in SUBJECTS:
         for search in SEARCHED.values():
-            plan = plan_of(subject, scale, search, worker.flat.size())
+            plan = plan_of(subject, scale, search, worker.count)
             _, moved, seconds = measured(plan, worker, repeats + 1)
             runs[subject.name, search] = (moved.wire, plan.moved.wire, statistics.median(seconds[1:]))
         options = [by_dtensor(subject, scale, repeats, worker, small) for small in (Replicate(), Shard(0))]
         worked = [run for run in options if not isinstance(run, str)]
         runs[subject.name, "DTensor"] = min(worked) if worked else options[0]
     return runs
+
+
+IN_TORCH: dict[str, Any] = {
+    # Operators take scalars on both sides, torch's functions on one.
+    **{
+        name: getattr(operator, short) for name, short in (("add", "add"), ("subtract", "sub"), ("multiply", "mul"))
+    },
+    **{"divide": operator.truediv, "power": operator.pow, "less": operator.lt, "equal": operator.eq},
+    **{"min": torch.amin, "max": torch.amax, "dot": torch.matmul, "astype": lambda tensor, _: tensor},
+    **{"cholesky": torch.linalg.cholesky, "inv": torch.linalg.inv},
+    "maximum": lambda a, b: torch.maximum(a, b) if isinstance(b, Tensor) else torch.clamp_min(a, b),
+}
+"""The programs' NumPy functions that torch has not under their name."""
+
+
+def by_torch(e: Expression, tensors: Sequence[Tensor]) -> Tensor:
+    """Make an operator's call on tensors."""
+    assert isinstance(e.operator, Map | Fold | Scan | JoinUpdate)
+    dtype = torch.from_numpy(np.empty(0, e.dtype)).dtype
+    call = e.operator.call
+    if dtype.is_floating_point:  # torch computes integers in its default precision
+        tensors = [t if t.dtype == torch.bool else t.to(dtype) for t in tensors]
+    args = [tensors[a.number] if isinstance(a, Input) else a for a in call.arguments]
+    options = {name: value for name, value in call.options if name != "dtype"}
+    function = IN_TORCH.get(call.name) or getattr(torch, call.name)
+    result: Tensor = function(*args, **options).to(dtype)
+    return result
+
+
+def view_of(tensor: Tensor, axes: Sequence[int | None]) -> Tensor:
+    kept = [a for a in axes if a is not None]
+    dropped = [a for a in range(tensor.ndim) if a not in kept]
+    tensor = tensor.permute(*kept, *dropped).reshape([tensor.shape[a] for a in kept]) if tensor.ndim else tensor
+    return tensor[tuple(None if a is None else slice(None) for a in axes)]
 
 
 def slowest(seconds: float) -> float:
@@ -65,29 +112,29 @@ def by_dtensor(
     subject: Subject, scale: int, repeats: int, worker: Worker, small: Replicate | Shard
 ) -> tuple[int, int, float] | str:
     """Run a program on DTensors: the largest input by rows, `small` for the others, the rest as DTensor decides."""
-    graph = TilingGraph.of(subject.program(*map(newarray, subject.inputs(scale))), worker.flat.size())
+    graph = TilingGraph.of(subject.program(*map(newarray, subject.inputs(scale))), worker.count)
     inputs = [e for e in graph.expressions if isinstance(e.operator, NewArray)]
     longest = max(e.shape[0] for e in inputs)
-    given = {}
+    given, mesh = {}, init_device_mesh("cpu", (worker.count,))
     for e in inputs:
         assert isinstance(e.operator, NewArray)
         placement = Shard(0) if e.shape[0] == longest else small
-        given[id(e)] = distribute_tensor(torch.from_numpy(e.operator.data), worker.flat, [placement])
+        given[id(e)] = distribute_tensor(torch.from_numpy(e.operator.data), mesh, [placement])
 
     def once() -> None:
         held: dict[int, Any] = dict(given)
         for e in graph.expressions:
             tensors = [held[id(source)] for source in e.inputs]
             if isinstance(e.operator, View):
-                held[id(e)] = viewed(tensors[0], e.operator.axes)
+                held[id(e)] = view_of(tensors[0], e.operator.axes)
             elif isinstance(e.operator, Region):
                 raise NotImplementedError("slices and concatenations are not tried")
             elif e.inputs:
-                held[id(e)] = compute(e, tensors)
+                held[id(e)] = by_torch(e, tensors)
         for output in graph.outputs:  # a result that is still a sum is no result
             tensor = held[id(output)]
             if any(p.is_partial() for p in tensor.placements):
-                tensor.redistribute(worker.flat, [Replicate()])
+                tensor.redistribute(mesh, [Replicate()])
 
     try:
         seconds, wire = [], 0

@@ -146,7 +146,7 @@ async def _measure(
 
 async def _runs(url: str, load: Load, credentials: "Credentials", options: argparse.Namespace) -> "list[Report]":
     """Run the load at one rate or several, and print the reports."""
-    from cohabit.loadgen.report import print_report, runs_table
+    from cohabit.loadgen.report import print_report, runs_table, verdict
     from cohabit.loadgen.run import run_load
     from cohabit.loadgen.search import find_rate, sweep
 
@@ -162,11 +162,8 @@ async def _runs(url: str, load: Load, credentials: "Credentials", options: argpa
         return report
 
     def show(report: "Report") -> None:
-        verdict = "meets the SLO" if report.meets_slo else "misses the SLO"
-        if report.generator_was_late:
-            verdict = "invalid, the generator was late"
         console.print(
-            f"{report.rate_per_s:8.1f}/s: {verdict}, {report.within_slo:.2%} within {report.slo_s * 1e3:g} ms"
+            f"{report.rate_per_s:8.1f}/s: {verdict(report)}, {report.within_slo:.2%} within {report.slo_s * 1e3:g} ms"
         )
 
     if not options.find_rate:  # one rate, or a sweep: every run has its report printed

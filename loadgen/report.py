@@ -5,12 +5,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from hdrh.histogram import HdrHistogram
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from cohabit.loadgen.errors import UsageError
@@ -245,44 +247,85 @@ def print_report(report: Report, console: Console) -> None:
     console.print("Latency from the intended send time (ms)", style="italic", soft_wrap=True)
     console.print(table)
     if any(row.server is not None for row in report.models):
-        title = "Means as the server counts them (ms), of texts by step; rest: network, front end and client"
-        console.print(title, style="italic", soft_wrap=True)
+        console.print(f"{SERVER_MEANS} (ms)", style="italic", soft_wrap=True)
         console.print(_server_table(report))
-    offered = f"offered {report.rate_per_s:g}/s"
-    if report.concurrency is not None:
-        offered = f"closed loop of {report.concurrency}"
-    console.print(
-        f"{offered}, sent {report.sent}, answered {report.completed} ({report.achieved_per_s:.1f}/s);"
-        f" within {report.slo_s * 1e3:g} ms: {report.within_slo:.2%} of those that were due"
-    )
+    for remark in remarks(report):
+        words, colour = remark.words, _COLOURS[remark.kind]
+        opening, colon, rest = words.partition(":")
+        shown = (
+            f"[{colour}]{escape(opening)}{colon}[/{colour}]{escape(rest)}" if colour and colon else escape(words)
+        )
+        console.print(shown, highlight=colour is None)
+
+
+class Remark(msgspec.Struct, frozen=True):
+    """A sentence about a run, which the terminal and the page show alike; what it says ends before its first colon."""
+
+    kind: Literal["result", "good", "doubt", "bad"]
+    words: str
+
+
+_COLOURS = {"result": None, "good": "green", "doubt": "yellow", "bad": "red"}
+
+
+def offered(run: RunDescription) -> str:
+    """Describe the load that a run offered."""
+    return f"closed loop of {run.concurrency}" if run.concurrency is not None else f"{round(run.rate_per_s, 1):g}/s"
+
+
+def verdict(report: Report) -> str:
+    """Return a run's verdict in a word or two; empty for a run without an SLO."""
+    if report.generator_was_late:
+        return "invalid"
+    if report.slo_percentile is None:
+        return ""
+    return "meets the SLO" if report.meets_slo else "misses the SLO"
+
+
+def remarks(report: Report) -> list[Remark]:
+    """Describe a run's results, its course, and its verdicts."""
+    said = [
+        Remark(
+            "result",
+            f"offered {offered(report)}, sent {report.sent}, answered {report.completed}"
+            f" ({report.achieved_per_s:.1f}/s); within {report.slo_s * 1e3:g} ms: {report.within_slo:.2%} of those"
+            " that were due",
+        )
+    ]
     if (texts := report.generated) is not None:
         times = [("first token", texts.first_token), ("between tokens", texts.between_tokens)]
         told = [f"{what} p50 {_ms(s.p50_s)} ms, p99 {_ms(s.p99_s)} ms" for what, s in times if s is not None]
-        console.print(
-            f"{texts.texts} texts of {texts.tokens} tokens ({texts.tokens_per_s:.1f}/s); {'; '.join(told)}"
+        said.append(
+            Remark(
+                "result",
+                f"{texts.texts} texts of {texts.tokens} tokens ({texts.tokens_per_s:.1f}/s); {'; '.join(told)}",
+            )
         )
     # Problems come last: findings, late sends, errors, and the verdict
-    for words in findings(report):
-        console.print(f"[yellow]{words}[/yellow]", highlight=False)
-    if report.send_lag is not None:
-        console.print(f"send lag: p50 {_ms(report.send_lag.p50_s)} ms, p99 {_ms(report.send_lag.p99_s)} ms")
-    for kind, count in report.errors.items():
-        console.print(f"[red]{count} x {kind}[/red]: {report.error_examples[kind]}", highlight=False)
+    said += [Remark("doubt", words) for words in findings(report)]
+    if (lag := report.send_lag) is not None:
+        said.append(Remark("result", f"send lag: p50 {_ms(lag.p50_s)} ms, p99 {_ms(lag.p99_s)} ms"))
+    said += [Remark("bad", f"{n} x {kind}: {report.error_examples[kind]}") for kind, n in report.errors.items()]
     if report.slo_percentile is not None:
-        verdict = "[green]met[/green]" if report.meets_slo else "[red]missed[/red]"
-        console.print(
-            f"SLO {verdict}: {report.within_slo:.2%} of the requests were answered within {report.slo_s * 1e3:g} ms,"
-            f" {report.slo_percentile:g} % have to be"
+        said.append(
+            Remark(
+                "good" if report.meets_slo else "bad",
+                f"SLO {'met' if report.meets_slo else 'missed'}: {report.within_slo:.2%} of the requests were answered"
+                f" within {report.slo_s * 1e3:g} ms, {report.slo_percentile:g} % have to be",
+            )
         )
     if report.interrupted:
-        console.print(f"[yellow]interrupted[/yellow] after {report.duration_s:.1f} s of measurement")
-    if report.generator_was_late:
-        assert report.send_lag is not None
-        console.print(
-            f"[red]invalid:[/red] the generator could not keep its schedule: it sent requests up to"
-            f" {_ms(report.send_lag.max_s)} ms late (p99 {_ms(report.send_lag.p99_s)} ms), and the latencies include"
-            " that; give it more CPU, --processes, or a lower rate"
+        said.append(Remark("doubt", f"interrupted: after {report.duration_s:.1f} s of measurement"))
+    if report.generator_was_late and lag is not None:
+        said.append(
+            Remark(
+                "bad",
+                "invalid: the generator could not keep its schedule: it sent requests up to"
+                f" {_ms(lag.max_s)} ms late (p99 {_ms(lag.p99_s)} ms), and the latencies include that; give it more"
+                " CPU, --processes, or a lower rate",
+            )
         )
+    return said
 
 
 def findings(report: Report) -> list[str]:
@@ -338,26 +381,47 @@ def runs_table(reports: Sequence[Report]) -> Table:
     for report in reports:
         s = report.latency
         shown = ["-"] * 3 if s is None else [_ms(s.p50_s), _ms(s.p99_s), _ms(s.p999_s)]
-        note = "invalid" if report.generator_was_late else "" if report.meets_slo else "misses the SLO"
         rate = f"{report.rate_per_s:g}"
-        table.add_row(rate, f"{report.achieved_per_s:.1f}", f"{report.within_slo:.2%}", *shown, note)
+        table.add_row(rate, f"{report.achieved_per_s:.1f}", f"{report.within_slo:.2%}", *shown, verdict(report))
     return table
+
+
+SERVER_MEANS = "Means as the server counts them, of texts by step; rest: network, front end and client"
+SERVER_COLUMNS = ("requests", "queue", "compute", "of which stall", "input, output", "rest", "client's mean")
+
+
+class ServerRow(NamedTuple):
+    """A model's mean times in seconds, by the server but for the last two. The stall is None if it is unknown."""
+
+    model: str
+    requests: int
+    queue_s: float
+    compute_s: float
+    stall_s: float | None
+    ports_s: float
+    rest_s: float
+    client_s: float
+
+
+def server_rows(report: Report) -> list[ServerRow]:
+    """Return the rows of the server's means, for models that both sides have measured."""
+    rows = []
+    for row in report.models:
+        if (server := row.server) is not None and row.latency is not None:
+            ports_s, mean_s = server.input_s + server.output_s, row.latency.mean_s
+            rest_s = mean_s - server.queue_s - server.compute_s - ports_s
+            times_s = (server.queue_s, server.compute_s, server.stall_s, ports_s, rest_s, mean_s)
+            rows.append(ServerRow(row.model, server.requests, *times_s))
+    return rows
 
 
 def _server_table(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1))
     table.add_column("model", no_wrap=True)
-    for heading in ("requests", "queue", "compute", "of which stall", "input, output", "rest", "client's mean"):
+    for heading in SERVER_COLUMNS:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in report.models:
-        server, latency = row.server, row.latency
-        if server is None or latency is None:
-            continue
-        ports_s = server.input_s + server.output_s
-        rest_s = latency.mean_s - server.queue_s - server.compute_s - ports_s
-        stall = "-" if server.stall_s is None else _ms(server.stall_s)
-        parts = (_ms(server.queue_s), _ms(server.compute_s), stall, _ms(ports_s), _ms(rest_s), _ms(latency.mean_s))
-        table.add_row(row.model, str(server.requests), *parts)
+    for model, requests, *times_s in server_rows(report):
+        table.add_row(model, str(requests), *("-" if time_s is None else _ms(time_s) for time_s in times_s))
     return table
 
 

@@ -130,10 +130,20 @@
       line.replaceChildren(svg, make("span", {}, `at most ${write([most, figure.value[1]])}`));
     };
     const node = make("div", {}, list, make("details", { class: "help" }, make("summary", {}, "What these numbers mean"), meaning));
+    const balance = () => {
+      // Rows of about equal length, since a tile that is alone in its row looks like another kind of number.
+      const style = getComputedStyle(list), gap = parseFloat(style.columnGap), least = parseFloat(style.getPropertyValue("--least"));
+      const count = list.children.length, fit = Math.max(1, Math.floor((list.clientWidth + gap) / (least + gap)));
+      let columns = Math.ceil(count / Math.ceil(count / fit));
+      while (columns > 2 && count % columns === 1) columns -= 1;
+      list.style.gridTemplateColumns = `repeat(${columns}, minmax(0, 1fr))`;
+    };
+    new ResizeObserver(balance).observe(list);
     const update = (all) => {
       if (list.children.length !== all.length) {
         list.replaceChildren(...all.map(() => make("div", {}, make("dt"), make("dd"), make("dd", { class: "note" }), make("dd", { class: "course", hidden: "" }))));
         meaning.replaceChildren(...all.flatMap(() => [make("dt"), make("dd")]));
+        balance();
       }
       all.forEach((figure, i) => {
         const [name, value, note, line] = list.children[i].children;

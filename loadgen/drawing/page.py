@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import msgspec
-
 from cohabit.loadgen.drawing.latencies import (
     LIKELY,
     LatencyCurves,
@@ -14,7 +12,18 @@ from cohabit.loadgen.drawing.latencies import (
     latency_curves,
 )
 from cohabit.loadgen.errors import UsageError
-from cohabit.loadgen.report import ModelReport, Report
+from cohabit.loadgen.report import (
+    SERVER_COLUMNS,
+    SERVER_MEANS,
+    ModelReport,
+    Report,
+    ServerRow,
+    Spread,
+    offered,
+    remarks,
+    server_rows,
+    verdict,
+)
 from cohabit.page.document import (
     Alternatives,
     Cell,
@@ -46,42 +55,31 @@ def write_page(path: Path, series: Series) -> None:
 
 def load_report(series: Series) -> ReportDocument:
     """Describe runs: all of them in one table, and each rate in charts."""
-    reports = [report for runs in series.values() for report in runs]
-    rates = sorted({report.rate_per_s for report in reports})
+    loads = list(dict.fromkeys(offered(run) for runs in series.values() for run in sorted(runs, key=_load)))
     curves = {name: list(map(latency_curves, runs)) for name, runs in series.items()}
     sections: list[Section] = [_runs_table(series)]
     if any(len(runs) > 1 for runs in series.values()):
         sections.append(_throughput(series))
-    at_rates = [list(_at_rate(curves, rate, len(rates))) for rate in rates]
-    if len(rates) > 1:
-        highest = max(report.rate_per_s for report in next(iter(series.values())))
-        names = [f"{_number(rate)} requests/s" for rate in rates]
-        sections.append(Alternatives("Below, runs at", names, at_rates, rates.index(highest)))
+    at_loads = [list(_at_load(curves, load)) for load in loads]
+    if len(loads) > 1:
+        highest = offered(max(next(iter(series.values())), key=_load))
+        sections.append(Alternatives("Below, runs at", loads, at_loads, loads.index(highest)))
     else:
-        sections += at_rates[0]
-    first = reports[0]
+        sections += at_loads[0]
+    first = next(iter(series.values()))[0]
     about = f"{first.started_at.replace('T', ' ')}; generator on {first.host}"
-    return ReportDocument("Load test", (about,), sections, notices=list(_notices(series)))
+    notices: list[Phrase] = [
+        (f"{name}: {remark.words}" if len(loads) == 1 else f"{name}, {offered(run)}: {remark.words}",)
+        for name, runs in series.items()
+        for run in runs
+        for remark in remarks(run)
+        if remark.kind in ("doubt", "bad")
+    ]
+    return ReportDocument("Load test", (about,), sections, notices=notices)
 
 
-def _number(rate_per_s: float) -> str:
-    return f"{round(rate_per_s, 1):g}"
-
-
-def _notices(series: Series) -> Iterator[Phrase]:
-    """Yield reasons not to trust a run's numbers, and its errors."""
-    for name, runs in series.items():
-        for run in runs:
-            which = f"{name}, {_number(run.rate_per_s)}/s: "
-            if run.generator_was_late and run.send_lag:
-                lag = seconds(run.send_lag.p99_s)
-                yield which, "invalid. Requests were sent late (p99 ", lag, "): this measures the generator."
-            if run.interrupted:
-                yield (f"{which}interrupted after {run.duration_s:.1f} s.",)
-            if not run.meets_slo:
-                yield which, "SLO missed, ", *_within_slo(run), "."
-            for kind, count in run.errors.items():
-                yield (f"{which}{count} \u00d7 {kind}",)
+def _load(run: Report) -> float:
+    return float(run.concurrency or run.rate_per_s)
 
 
 def _within_slo(run: Report) -> Phrase:
@@ -92,7 +90,7 @@ def _answered(run: Report | ModelReport) -> Phrase:
     return quantity(run.completed, "count"), " of ", quantity(run.due, "count")
 
 
-def _latency(times: msgspec.Struct | None, name: str) -> Quantity:
+def _latency(times: Spread | None, name: str) -> Quantity:
     """Return a percentile by its column's name."""
     return seconds(None if times is None else getattr(times, name.replace(".", "") + "_s"))
 
@@ -101,16 +99,17 @@ def _runs_table(series: Series) -> FactTable:
     rows: list[list[Cell]] = [
         [
             name,
-            f"{run.concurrency} clients" if run.concurrency else _number(run.rate_per_s),
+            offered(run),
             f"{run.achieved_per_s:.1f}",
             _answered(run),
             _within_slo(run),
             *(_latency(run.latency, column) for column in _LATENCIES),
+            verdict(run),
         ]
         for name, runs in series.items()
         for run in runs
     ]
-    columns = ["run", "offered/s", "answered/s", "answered", "within SLO", *_LATENCIES]
+    columns = ["run", "offered", "answered/s", "answered", "within SLO", *_LATENCIES, ""]
     return FactTable("Runs", "Latencies are from the intended send time.", columns, rows)
 
 
@@ -141,18 +140,24 @@ def _log_axis(name: str, values: Sequence[float]) -> ChartAxis:
     return ChartAxis(name, "log", min(values, default=1.0), max(values, default=1.0))
 
 
-def _at_rate(curves: Mapping[str, Sequence[LatencyCurves]], rate_per_s: float, rates: int) -> Iterator[Section]:
-    """Yield the sections of one rate. A series of one run is shown at every rate."""
-    chosen: dict[str, LatencyCurves] = {}
-    for name, own in curves.items():
-        at_rate = [one for one in own if one.run.rate_per_s == rate_per_s]
-        if at_rate or rates == 1 or len(own) == 1:
-            chosen[name] = (at_rate or own)[0]
+def _at_load(curves: Mapping[str, Sequence[LatencyCurves]], load: str) -> Iterator[Section]:
+    """Yield the sections of one load, with the runs that offered it."""
+    chosen = {name: one for name, own in curves.items() for one in own if offered(one.run) == load}
+    yield from (_remarks_table(name, one.run) for name, one in chosen.items())
     if any(one.cdf for one in chosen.values()):
         yield _cdf_chart(curves, chosen)
         yield _timeline_chart(curves, chosen)
-    yield from _comparisons(curves, rate_per_s)
-    yield from (_models_table(name, one.run) for name, one in chosen.items())
+    yield from _comparisons(curves, load)
+    for name, one in chosen.items():
+        yield _models_table(name, one.run)
+        if rows := server_rows(one.run):
+            yield _server_table(name, one.run, rows)
+
+
+def _remarks_table(name: str, run: Report) -> FactTable:
+    """What the terminal says below its tables."""
+    rows: list[list[Cell]] = [[remark.words] for remark in remarks(run)]
+    return FactTable(f"Results: {name}, {offered(run)}", "", [""], rows)
 
 
 def _cdf_chart(curves: Mapping[str, object], chosen: Mapping[str, LatencyCurves]) -> LineChart:
@@ -186,19 +191,20 @@ def _timeline_chart(curves: Mapping[str, object], chosen: Mapping[str, LatencyCu
     )
 
 
-def _comparisons(curves: Mapping[str, Sequence[LatencyCurves]], rate_per_s: float) -> Iterator[FactTable]:
+def _comparisons(curves: Mapping[str, Sequence[LatencyCurves]], load: str) -> Iterator[FactTable]:
     """Compare each further series with the first."""
     (first_name, firsts), *others = curves.items()
-    first = next((one.run for one in firsts if one.run.rate_per_s == rate_per_s), None)
+    first = next((one.run for one in firsts if offered(one.run) == load), None)
     for name, own in others:
-        other = next((one.run for one in own if one.run.rate_per_s == rate_per_s), None)
-        rows = [] if first is None or other is None else differences(first, other)
+        other = next((one.run for one in own if offered(one.run) == load), None)
+        if first is None or other is None:
+            continue
         yield FactTable(
-            f"{name} compared with {first_name}, {_number(rate_per_s)}/s",
+            f"{name} compared with {first_name}, {load}",
             "Bootstrap over intervals of the run. It shows chance within these runs, not between runs.",
             ["", first_name, name, "difference", f"{LIKELY * 100:g} % interval", ""],
-            [_difference_row(row) for row in rows],
-            "Not compared: one of them has no answers at this rate.",
+            [_difference_row(row) for row in differences(first, other)],
+            "Not compared: one of them has no answers.",
         )
 
 
@@ -213,16 +219,15 @@ def _difference_row(row: PercentileDifference) -> list[Cell]:
 
 def _models_table(name: str, run: Report) -> FactTable:
     latencies = _LATENCIES[:-1]
-    means = ("queue", "compute", "stall") if any(m.server for m in run.models) else ()
     rows: list[list[Cell]] = [
-        [
-            m.model,
-            _answered(m),
-            *(_latency(m.latency, column) for column in latencies),
-            *(_latency(m.server, column) for column in means),
-        ]
-        for m in run.models
+        [m.model, _answered(m), *(_latency(m.latency, column) for column in latencies)] for m in run.models
     ]
-    about = "Queue, compute and stall (part of compute) are the server's own means." if means else ""
-    columns = ["model", "answered", *latencies, *means]
-    return FactTable(f"Models: {name}, {_number(run.rate_per_s)}/s", about, columns, rows)
+    columns = ["model", "answered", *latencies]
+    return FactTable(f"Models: {name}, {offered(run)}", "Latencies are from the intended send time.", columns, rows)
+
+
+def _server_table(name: str, run: Report, rows: Sequence[ServerRow]) -> FactTable:
+    cells: list[list[Cell]] = [
+        [model, quantity(requests, "count"), *map(seconds, times_s)] for model, requests, *times_s in rows
+    ]
+    return FactTable(f"Server: {name}, {offered(run)}", f"{SERVER_MEANS}.", ["model", *SERVER_COLUMNS], cells)

@@ -1,110 +1,53 @@
 """Lazy arrays: NumPy calls on them build a graph of high-level operators (Huang's thesis, sections 2.3.1 and 2.3.2).
 
 A program is plain NumPy. Called with `LazyArray`s, it returns the graph of its operators; called with `ndarray`s, its
-result. NumPy's own protocols (`__array_ufunc__`, `__array_function__`) capture the calls."""
+result. NumPy's own protocols (`__array_ufunc__`, `__array_function__`) capture the calls.
 
+What a call means is left to NumPy. Workers make the program's own call on their tiles. Shapes of views, axes, types and
+errors are NumPy's answers. A table says which operators can express a function; when a call is recorded, each entry is
+tried on samples, whole and in tiles, and the first that gives NumPy's results is used."""
+
+import functools
+import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from types import EllipsisType
+from typing import Any, Literal, NoReturn
 
 import numpy as np
+from numpy.lib.array_utils import normalize_axis_index, normalize_axis_tuple
 from numpy.lib.mixins import NDArrayOperatorsMixin
+from numpy.lib.stride_tricks import as_strided
 
-from cohabit.planner.errors import CohabitError
-
-Shape = tuple[int, ...]
-Function = str | Callable[..., Any]
-"""Name of a NumPy function, or a user function, which must accept NumPy arrays and torch tensors."""
-
-
-class UnsupportedExpression(CohabitError):
-    """A program makes a call that lazy arrays do not support; the message names the call and an alternative."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewArray:
-    """An input array. Without data, it can be planned but not run."""
-
-    data: np.ndarray | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Map:
-    """A function of tiles at the same position. `arguments` are scalars; None stands for the next input."""
-
-    function: Function
-    arguments: tuple[Any, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """An aggregate over axes. `partial` combines the results of tiles; without it, these axes must not be split."""
-
-    function: str
-    axes: tuple[int, ...]
-    keepdims: bool
-    partial: Literal["sum", "min", "max"] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """A cumulative aggregate along one axis."""
-
-    function: str
-    axis: int
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """One way to compute a join_update: the axis along which each input is split, None if it is read whole.
-
-    `output` is the axis along which the result is split; None if it is whole, "partial" if its tiles are summed.
-    """
-
-    axes: tuple[int | None, ...]
-    output: int | Literal["partial"] | None
-
-
-@dataclass(frozen=True, slots=True)
-class JoinUpdate:
-    """A function of joined tiles (2.3.1), with all ways to split its inputs. `is_dot` also allows block tiles."""
-
-    function: Function
-    ways: tuple[Join, ...]
-    is_dot: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """A view without a copy. `axes` has the input's axis for each axis, None for a new one of length 1."""
-
-    axes: tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """Inputs placed at offsets. A slice has one input and offsets >= 0, a concatenation several and offsets <= 0."""
-
-    offsets: tuple[Shape, ...]
-
-
-Operator = NewArray | Map | Fold | Scan | JoinUpdate | View | Region
-
-
-@dataclass(eq=False, slots=True)
-class Expression:
-    """One operator with its inputs; immutable except for its name."""
-
-    operator: Operator
-    inputs: tuple["Expression", ...]
-    shape: Shape
-    dtype: np.dtype[Any]
-    name: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+from cohabit.planner.tiling.expressions import (
+    Call,
+    Expression,
+    Fold,
+    Input,
+    Join,
+    JoinUpdate,
+    Map,
+    NewArray,
+    Operator,
+    Region,
+    Scan,
+    Shape,
+    UnsupportedExpression,
+    View,
+)
+from cohabit.planner.tiling.trial import (
+    EXTREMES,
+    KINDS,
+    Differs,
+    agree,
+    is_never_split,
+    sample,
+    sample_shapes,
+    tried,
+)
 
 
 class LazyArray(NDArrayOperatorsMixin):
@@ -132,114 +75,80 @@ class LazyArray(NDArrayOperatorsMixin):
         return math.prod(self.shape)
 
     @property
-    def T(self) -> "LazyArray":  # noqa: N802
-        return transpose(self)
+    def T(self) -> Any:  # noqa: N802
+        return np.transpose(self)
 
     def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without axes")
         return self.shape[0]
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> "LazyArray":
-        if method == "__call__" and not options:
-            return dot(*inputs) if ufunc is np.matmul else map_tiles(ufunc, *inputs)
-        raise UnsupportedExpression(
-            f"np.{ufunc.__name__}.{method} with {sorted(options)}: lazy arrays have no such call"
-        )
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        if method != "__call__" or not set(options) <= {"dtype", "casting"}:
+            called = f"np.{ufunc.__name__}" + (f".{method}" if method != "__call__" else "")
+            raise UnsupportedExpression(f"{called} with {sorted(options)}: lazy arrays have no such call")
+        inputs = tuple(np.asarray(i) if isinstance(i, list | tuple) else i for i in inputs)
+        return _recorded(ufunc, inputs, options)
 
     def __array_function__(
         self, function: Callable[..., Any], types: Iterable[type], args: Sequence[Any], options: Mapping[str, Any]
     ) -> Any:
-        if function not in FUNCTIONS:
-            known = ", ".join(sorted(known.__name__ for known in FUNCTIONS))
-            raise UnsupportedExpression(
-                f"np.{function.__name__}: lazy arrays have ufuncs and {known}; or use join_update"
-            )
-        try:
-            return FUNCTIONS[function](*args, **options)
-        except TypeError as error:  # an unsupported or a missing argument
-            raise UnsupportedExpression(f"np.{function.__name__} of a lazy array: {error}") from error
+        return _recorded(function, tuple(args), dict(options))
 
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedExpression(
             f"the values of {self!r} are needed while the program is captured; control flow may not depend on values"
         )
 
-    __bool__ = __float__ = __int__ = __iter__ = __array__
+    __bool__ = __float__ = __int__ = __iter__ = __index__ = __complex__ = __array__
+
+    def __pow__(self, other: Any) -> Any:  # ndarrays have special cases, such as a square root, that np.power lacks
+        return _recorded(operator.pow, (self, other), {})
 
     def __getitem__(self, index: Any) -> "LazyArray":
-        return _index(self, index if isinstance(index, tuple) else (index,))
+        items = index if isinstance(index, tuple) else (index,)
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int | np.integer | slice | EllipsisType | None):
+                raise UnsupportedExpression(
+                    f"{self!r}[{item!r}]: slices with steps of 1, integers and None only; use where"
+                )
+        whole = items if Ellipsis in items else (*items, Ellipsis)  # a view even if all axes are dropped
+        return _view(self, f"{self!r}[{index!r}]", lambda array: array[whole])
 
     def __repr__(self) -> str:
         return f"<lazy {self.expression.name or type(self.expression.operator).__name__} {self.shape} {self.dtype}>"
 
-    def astype(self, dtype: Any) -> "LazyArray":
-        return _lazy(Map("astype", (None,)), [self], self.shape, np.dtype(dtype))
-
-    def sum(self, axis: Any = None, keepdims: bool = False) -> "LazyArray":
-        return fold("sum", self, axis, keepdims, "sum")
-
-    def mean(self, axis: Any = None, keepdims: bool = False) -> "LazyArray":
-        total = self.sum(axis, keepdims)
-        return map_tiles(np.divide, total, self.size // max(total.size, 1))
+    def __getattr__(self, name: str) -> Any:
+        if name not in METHODS:
+            raise AttributeError(
+                f"lazy arrays have no {name}; there are {', '.join(METHODS)} and NumPy's functions"
+            )
+        return lambda *args, **options: _recorded(METHODS[name], (self, *args), options)
 
 
 def newarray(data: np.ndarray | Shape, dtype: Any = None, name: str = "") -> LazyArray:
     """Make an array from data, which may be memory-mapped, or from a shape, which can be planned but not run.
 
-    Raises UnsupportedExpression for more than two axes.
+    Raises UnsupportedExpression for more than two axes, no elements, types without tiles, and subclasses of ndarray.
     """
-    if isinstance(data, np.ndarray):
-        return _lazy(NewArray(data), [], data.shape, data.dtype, name)
-    return _lazy(NewArray(), [], data, np.dtype(dtype or np.float32), name)
+    if not isinstance(data, np.ndarray):
+        return _lazy(NewArray(), [], tuple(data), np.dtype(dtype or np.float32), name)
+    if type(data) not in (np.ndarray, np.memmap):
+        raise UnsupportedExpression(
+            f"newarray takes ndarrays, not {type(data).__name__}; use its data or np.asarray"
+        )
+    if dtype is not None and data.dtype != dtype:
+        raise UnsupportedExpression(f"newarray of {data.dtype} data with dtype={np.dtype(dtype)}; use astype")
+    return _lazy(NewArray(data), [], data.shape, data.dtype, name)
 
 
 def map_tiles(function: Callable[..., Any], *inputs: Any) -> LazyArray:
-    """Apply a NumPy or user function to tiles at the same position, with NumPy's broadcasting."""
-    # Constants become arrays, but scalars stay in the call: they need no tile.
-    inputs = tuple(newarray(i) if isinstance(i, np.ndarray) and i.ndim else i for i in inputs)
-    arrays = [i for i in inputs if isinstance(i, LazyArray)]
-    dtype = np.asarray(function(*[np.ones((), i.dtype) if isinstance(i, LazyArray) else i for i in inputs])).dtype
-    arguments = tuple(None if isinstance(i, LazyArray) else i for i in inputs)
-    known = function.__name__ if isinstance(function, np.ufunc) or function is np.where else function
-    return _lazy(Map(known, arguments), arrays, np.broadcast_shapes(*[a.shape for a in arrays]), dtype)
+    """Apply a NumPy or user function to tiles at the same position, with NumPy's broadcasting.
 
-
-def fold(
-    function: str, x: LazyArray, axis: Any, keepdims: bool, partial: Literal["sum", "min", "max"] | None
-) -> LazyArray:
-    """Aggregate along one axis, several or all.
-
-    The thesis (2.3.1) says that a fold costs nothing "if S is tiled along the axis dimension". That is a misprint:
-    each tile then has a part of every sum. It costs nothing if S is tiled along the other axis.
+    Raises UnsupportedExpression if the function does not work element by element.
     """
-    chosen = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
-    axes = tuple(sorted(a % x.ndim for a in chosen))
-    dtype = getattr(np, function)(np.ones((1,), x.dtype)).dtype
-    shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape) if keepdims or a not in axes)
-    return _lazy(Fold(function, axes, keepdims, partial), [x], shape, dtype)
-
-
-def scan(function: str, x: LazyArray, axis: int) -> LazyArray:
-    dtype = getattr(np, function)(np.ones((1,), x.dtype)).dtype
-    return _lazy(Scan(function, axis % x.ndim), [x], x.shape, dtype)
-
-
-def dot(a: Any, b: Any) -> LazyArray:
-    """Multiply matrices or vectors by join_update, in one of the ways of Figure 2.2, by columns of b, or by blocks.
-
-    Section 2.2.1 ends with "if n > k ... (a) whose preferred tiling for X is column-wise" and "if n < k ... (b) ...
-    row-wise". That is a misprint: the same section says before that (a) reads X by rows and (b) by columns, as do
-    the captions, and Figure 2.5, lines 18 to 24, joins by columns of X if n <= k.
-    """
-    a, b = (newarray(x) if isinstance(x, np.ndarray) else x for x in (a, b))
-    if a.shape[-1:] != b.shape[:1]:
-        raise UnsupportedExpression(f"dot of {a!r} and {b!r}: {a.shape[-1:]} against {b.shape[:1]}")
-    ways = [Join((a.ndim - 1, 0), "partial")]
-    if a.ndim == 2:
-        ways.append(Join((0, None), 0))
-    if b.ndim == 2:
-        ways.append(Join((None, 1), a.ndim - 1))
-    operator = JoinUpdate("matmul", (*ways, Join((None, None), None)), is_dot=a.ndim == b.ndim == 2)
-    return _lazy(operator, [a, b], a.shape[:-1] + b.shape[1:], np.result_type(a.dtype, b.dtype))
+    made: LazyArray = _recorded(function, inputs, {}, [_map])
+    return made
 
 
 def join_update(
@@ -251,100 +160,353 @@ def join_update(
 ) -> Any:
     """Apply a function to tiles joined along `axes` (None, -1 in the thesis: the input is read whole).
 
-    The results are the output's tiles along axis `output`, or are summed. NumPy arrays are one tile each.
+    The results are the output's tiles along axis `output`, or are summed; their type is NumPy's common type of the
+    arrays. NumPy arrays are one tile each.
     """
     if not any(isinstance(x, LazyArray) for x in arrays):
         return function(*arrays)
     lazy = [newarray(x) if isinstance(x, np.ndarray) else x for x in arrays]
     ways = (Join(tuple(axes), output), Join((None,) * len(lazy), None))
-    return _lazy(JoinUpdate(function, ways), lazy, shape, np.result_type(*[x.dtype for x in lazy]))
+    call = Call(function, tuple(map(Input, range(len(lazy)))))
+    return _lazy(JoinUpdate(call, ways), lazy, shape, np.result_type(*[x.dtype for x in lazy]))
 
 
-def transpose(x: LazyArray) -> LazyArray:
-    """Swap the axes (the thesis' swapaxis): a row-tiled array is a column-tiled view."""
-    return _lazy(View(tuple(reversed(range(x.ndim)))), [x], x.shape[::-1], x.dtype)
+@dataclass(frozen=True)
+class _Request:
+    """A call with lazy arrays, and the type of NumPy's result."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    dtype: np.dtype[Any]
+
+    @functools.cached_property
+    def arrays(self) -> list[LazyArray]:
+        """Arrays in the order of the arguments; those in a list as well."""
+        return list(_arrays_in((*self.args, *self.options.values())))
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments by NumPy's own names, without those that were not given."""
+        return dict(inspect.signature(self.function).bind(*self.args, **self.options).arguments)
+
+    @property
+    def call(self) -> Call:
+        args, options = _replaced(self, map(Input, range(len(self.arrays))))
+        return Call(self.function, args, tuple(options.items()))
+
+    def repeated(self, arrays: Sequence[LazyArray]) -> "_Request":
+        """The same call with other arrays."""
+        args, options = _replaced(self, iter(arrays))
+        return _Request(self.function, args, options, self.dtype)
 
 
-def _whole(function: str, x: LazyArray, *others: LazyArray) -> LazyArray:
+_Rule = Callable[[_Request], Any]
+"""Records a call by operators. Raises TypeError, ValueError or UnsupportedExpression if it cannot."""
+
+
+def _arrays_in(values: Iterable[Any]) -> Iterator[LazyArray]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _arrays_in(value)
+        elif isinstance(value, LazyArray):
+            yield value
+
+
+def _replaced(request: _Request, others: Iterator[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments with the arrays replaced in order."""
+
+    def other(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(other, value))
+        return next(others) if isinstance(value, LazyArray) else value
+
+    return tuple(map(other, request.args)), {name: other(value) for name, value in request.options.items()}
+
+
+def _called(request: _Request, arrays: Sequence[np.ndarray]) -> Any:
+    """Make a call on NumPy's arrays instead of lazy ones."""
+    args, options = _replaced(request, iter(arrays))
+    with np.errstate(all="ignore"):
+        return request.function(*args, **options)
+
+
+def _recorded(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    rules: Sequence[_Rule] | None = None,
+) -> Any:
+    """Record a call by the first rule that gives NumPy's results on samples.
+
+    Raises UnsupportedExpression for a function without rules, for a call that NumPy refuses, and if no rule will do.
+    """
+    name = getattr(function, "__name__", str(function))
+    if rules is None:
+        rules = FUNCTIONS.get(function) or (
+            [_map] if isinstance(function, np.ufunc) and not function.signature else []
+        )
+    if not rules and function not in VIEWS:
+        known = ", ".join(sorted(f.__name__ for f in (*FUNCTIONS, *VIEWS)))
+        raise UnsupportedExpression(f"np.{name}: lazy arrays have ufuncs and {known}; or use join_update")
+
+    def lazy(value: Any) -> Any:  # constants become arrays, but scalars stay in the call: they need no tile
+        if isinstance(value, np.ndarray) and (value.ndim or type(value) is not np.ndarray):
+            return newarray(value)
+        return type(value)(map(lazy, value)) if isinstance(value, list | tuple) else value
+
+    request = _Request(function, tuple(map(lazy, args)), {k: lazy(v) for k, v in options.items()}, np.dtype(bool))
+    described = f"np.{name} of {', '.join(map(repr, request.arrays))}"
+    if options.get("out") is not None:
+        raise UnsupportedExpression(f"{described} with out: lazy arrays cannot be written to")
+    if function in VIEWS:
+        return _view(request.arrays[0], described, lambda array: _called(request, [array]))
+    template = _replaced(request, map(Input, range(len(request.arrays))))
+    shapes = sample_shapes([a.shape for a in request.arrays], in_half=True)  # the larger ones
+    key = (function, repr(template), tuple((s, a.dtype) for s, a in zip(shapes, request.arrays, strict=True)))
+    if key not in _TRIALS:
+        _TRIALS[key] = _trial(request, rules)
+    trial = _TRIALS[key]
+    if isinstance(trial, str):
+        raise UnsupportedExpression(f"{described}: {trial}")
+    rule, dtype = trial
+    return rule(_Request(function, request.args, request.options, dtype))
+
+
+_TRIALS: dict[tuple[Any, ...], tuple[_Rule, np.dtype[Any]] | str] = {}
+"""By function, arguments, sample shapes and types: the rule that gives NumPy's results, or the reason for refusal."""
+
+
+def _trial(request: _Request, rules: Sequence[_Rule]) -> tuple[_Rule, np.dtype[Any]] | str:
+    """Return the first rule whose operators give what NumPy's own call gives, and the type of the result."""
+    true_shapes, dtypes = [a.shape for a in request.arrays], [a.dtype for a in request.arrays]
+
+    def samples(kind: str, in_half: bool) -> list[np.ndarray]:
+        shapes = sample_shapes(true_shapes, in_half)
+        return [sample(kind, *given, seed) for seed, given in enumerate(zip(shapes, dtypes, strict=True))]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = samples("plain", in_half=False)
+        try:
+            result = _called(request, plain)
+        except Exception as error:
+            if type(error) is ValueError and [p.shape for p in plain] != true_shapes:
+                return "NumPy refuses these shapes"  # its message has the samples'
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if not isinstance(result, np.ndarray | np.generic):
+            return f"the result is not an array, but {type(result).__name__}"
+        in_half = np.float16 in (result.dtype, *dtypes)
+        reason = "lazy arrays have no such call"
+        for rule in rules:
+            try:
+                for kind in KINDS[:1] if rule is _whole else KINDS:
+                    arrays = samples(kind, in_half)
+                    asked = request.repeated([newarray(a) for a in arrays])
+                    found = rule(_Request(asked.function, asked.args, asked.options, result.dtype)).expression
+                    if kind in EXTREMES and is_never_split(found):  # NumPy's own call in any case
+                        continue
+                    try:
+                        wanted = np.asarray(_called(request, arrays))
+                    except (ValueError, ArithmeticError):  # these values, but not the call
+                        continue
+                    if not agree(tried(found), wanted):
+                        raise Differs("tiles do not give what NumPy gives")
+                return rule, result.dtype
+            except (Differs, TypeError, ValueError, UnsupportedExpression) as error:
+                reason = str(error)
+        return reason
+
+
+def _map(request: _Request) -> LazyArray:
+    if any(isinstance(value, list | tuple) for value in (*request.args, *request.options.values())):
+        raise TypeError("lists are not split into tiles; give an array")
+    shape = np.broadcast_shapes(*[a.shape for a in request.arrays])
+    return _lazy(Map(request.call), request.arrays, shape, request.dtype)
+
+
+def _folded(request: _Request, combine: np.ufunc | None) -> LazyArray:
+    """Aggregate along one axis, several or all.
+
+    The thesis (2.3.1) says that a fold costs nothing "if S is tiled along the axis dimension". That is a misprint:
+    each tile then has a part of every sum. It costs nothing if S is tiled along the other axis.
+    """
+    (x,), arguments = request.arrays, request.arguments
+    axis, keepdims = arguments.get("axis"), arguments.get("keepdims", False)
+    axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
+    is_kept = keepdims is not np._NoValue and bool(keepdims)
+    shape = tuple(1 if a in axes else n for a, n in enumerate(x.shape) if is_kept or a not in axes)
+    return _lazy(Fold(request.call, axes, is_kept, combine), [x], shape, request.dtype)
+
+
+def _fold(combine: np.ufunc | None = None) -> list[_Rule]:
+    """Return rules for tiles whose results are combined, and for tiles along other axes only."""
+    return [functools.partial(_folded, combine=c) for c in dict.fromkeys((combine, None))]
+
+
+def _scan(request: _Request) -> LazyArray:
+    (x,), axis = request.arrays, request.arguments.get("axis")
+    if axis is None and x.ndim != 1:
+        raise TypeError("name the axis")
+    return _lazy(Scan(request.call, normalize_axis_index(axis or 0, x.ndim)), [x], x.shape, request.dtype)
+
+
+def _dot(request: _Request) -> LazyArray:
+    """Multiply matrices or vectors by join_update, in one of the ways of Figure 2.2, by columns of b, or by blocks.
+
+    Section 2.2.1 ends with "if n > k ... (a) whose preferred tiling for X is column-wise" and "if n < k ... (b) ...
+    row-wise". That is a misprint: the same section says before that (a) reads X by rows and (b) by columns, as do
+    the captions, and Figure 2.5, lines 18 to 24, joins by columns of X if n <= k.
+    """
+    a, b = request.arrays
+    if not (a.ndim and b.ndim):
+        raise TypeError("it multiplies by a number; use *")
+    ways = [Join((a.ndim - 1, 0), "partial")]
+    if a.ndim == 2:
+        ways.append(Join((0, None), 0))
+    if b.ndim == 2:
+        ways.append(Join((None, 1), a.ndim - 1))
+    operator = JoinUpdate(request.call, (*ways, Join((None, None), None)), is_dot=a.ndim == b.ndim == 2)
+    return _lazy(operator, [a, b], a.shape[:-1] + b.shape[1:], request.dtype)
+
+
+def _whole(request: _Request) -> LazyArray:
     """Make a function of small arrays, which every worker reads whole; its last input may be split by columns."""
+    x, *others = request.arrays
     ways = [Join((None,) * (1 + len(others)), None)]
     if others and others[-1].ndim == 2:
         ways.insert(0, Join((*[None] * len(others), 1), 1))
     shape = (others[-1] if others else x).shape
-    return _lazy(JoinUpdate(function, tuple(ways)), [x, *others], shape, np.result_type(x.dtype, np.float32))
+    return _lazy(JoinUpdate(request.call, tuple(ways)), [x, *others], shape, request.dtype)
 
 
-def concatenate(parts: Sequence[Any], axis: int = 0) -> LazyArray:
-    arrays = [newarray(p) if isinstance(p, np.ndarray) else p for p in parts]
-    axis %= arrays[0].ndim
+def _concatenate(request: _Request) -> LazyArray:
+    arrays = request.arrays
+    axis = normalize_axis_index(request.arguments.get("axis", 0), arrays[0].ndim)
     offsets, start = [], 0
     for array in arrays:
         offsets.append(tuple(-start if a == axis else 0 for a in range(array.ndim)))
         start += array.shape[axis]
     shape = tuple(start if a == axis else n for a, n in enumerate(arrays[0].shape))
-    return _lazy(Region(tuple(offsets)), arrays, shape, np.result_type(*[a.dtype for a in arrays]))
+    return _lazy(Region(tuple(offsets)), arrays, shape, request.dtype)
 
 
-def _index(x: LazyArray, index: tuple[Any, ...]) -> LazyArray:
-    """Slice with steps of 1, drop axes by integers, add axes by None."""
-    starts, ends, axes = [0] * x.ndim, list(x.shape), list[int | None]()
-    axis = 0
-    for item in (*index, *[slice(None)] * (x.ndim - sum(i is not None for i in index))):
-        if item is None:
-            axes.append(None)
-            continue
-        if isinstance(item, slice) and item.step in (None, 1):
-            starts[axis], ends[axis], _ = item.indices(x.shape[axis])
-            axes.append(axis)
-        elif isinstance(item, int):
-            starts[axis] = item % x.shape[axis]
-            ends[axis] = starts[axis] + 1
-        else:
-            raise UnsupportedExpression(f"{x!r}[{item}]: slices with steps of 1, integers and None only; use where")
-        axis += 1
-    if tuple(ends) != x.shape or any(starts):
-        shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        x = _lazy(Region((tuple(starts),)), [x], shape, x.dtype)
-    if axes == list(range(x.ndim)):
-        return x
-    shape = tuple(1 if a is None else x.shape[a] for a in axes)
-    return _lazy(View(tuple(axes)), [x], shape, x.dtype)
+def _view(x: LazyArray, described: str, function: Callable[[np.ndarray], np.ndarray]) -> LazyArray:
+    """Record a view: NumPy makes it of an array with a stride per axis and without memory, which is not read."""
+    strides = (1, x.shape[0] + 1)[: x.ndim] if x.ndim else ()
+    base = as_strided(np.zeros(1, np.int8), x.shape, strides)
+    try:
+        view = function(base)
+    except (TypeError, ValueError, IndexError) as error:
+        raise UnsupportedExpression(f"{described}: {type(error).__name__}: {error}") from error
+    axes: list[int | None] = [None] * view.ndim
+    for place in sorted(range(view.ndim), key=lambda place: -view.shape[place]):  # a new axis may have any stride
+        stride, length = view.strides[place], view.shape[place]
+        axis = strides.index(stride) if stride in strides else None
+        if length > 1 and axis is None:
+            raise UnsupportedExpression(f"{described}: slices with steps of 1 only")
+        axes[place] = axis if length > 1 or axis not in axes else None
+    lengths = tuple(view.shape[axes.index(axis)] if axis in axes else 1 for axis in range(x.ndim))
+    if lengths != x.shape:
+        start = view.__array_interface__["data"][0] - base.__array_interface__["data"][0]
+        starts = tuple(reversed(divmod(start, strides[1]))) if x.ndim == 2 else (start,)
+        x = _lazy(Region((starts,)), [x], lengths, x.dtype)
+    return x if axes == [*range(x.ndim)] else _lazy(View(tuple(axes)), [x], view.shape, x.dtype)
 
 
 def _lazy(operator: Operator, inputs: Sequence[LazyArray], shape: Shape, dtype: Any, name: str = "") -> LazyArray:
     if len(shape) > 2:
         raise UnsupportedExpression(f"an array of shape {shape}: tiled arrays have at most two axes")
+    if 0 in shape:
+        raise UnsupportedExpression(f"an array of shape {shape}: tiled arrays have elements")
+    if dtype.kind not in "biufc" or dtype.itemsize > (16 if dtype.kind == "c" else 8) or not dtype.isnative:
+        raise UnsupportedExpression(
+            f"an array of {dtype}: tiled arrays have booleans, integers, and real or complex numbers of at most 64 bits"
+            " a part, in this machine's byte order"
+        )
     return LazyArray(Expression(operator, tuple(x.expression for x in inputs), shape, np.dtype(dtype), name))
 
 
-def _variance(x: LazyArray, axis: Any = None) -> LazyArray:
-    deviation = map_tiles(np.subtract, x, x.mean(axis, keepdims=True))
-    return map_tiles(np.square, deviation).mean(axis)
+def _options(request: _Request, *without: str) -> dict[str, Any]:
+    """The call's options without its array, and without those named."""
+    first, *_ = inspect.signature(request.function).parameters
+    return {name: value for name, value in request.arguments.items() if name not in (first, *without)}
 
 
-FUNCTIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    np.sum: LazyArray.sum,
-    np.mean: LazyArray.mean,
-    np.min: lambda x, axis=None: fold("min", x, axis, False, "min"),
-    np.max: lambda x, axis=None: fold("max", x, axis, False, "max"),
-    np.var: _variance,
-    np.std: lambda x, axis=None: np.sqrt(_variance(x, axis)),
-    np.prod: lambda x, axis: fold("prod", x, axis, False, None),
-    np.argmin: lambda x, axis: fold("argmin", x, axis, False, None),
-    np.argmax: lambda x, axis: fold("argmax", x, axis, False, None),
-    np.linalg.norm: lambda x, axis=None, keepdims=False: np.sqrt(np.square(x).sum(axis, keepdims)),
-    np.cumsum: lambda x, axis: scan("cumsum", x, axis),
-    np.cumprod: lambda x, axis: scan("cumprod", x, axis),
-    np.dot: dot,
-    np.outer: lambda a, b: a[:, None] * b[None, :],
-    np.where: lambda *inputs: map_tiles(np.where, *inputs),
-    np.clip: lambda x, low, high: np.minimum(np.maximum(x, low), high),
-    np.transpose: transpose,
-    np.swapaxes: lambda x, a, b: x if a % x.ndim == b % x.ndim else transpose(x),
-    np.expand_dims: lambda x, axis: x[None] if axis == 0 else x[:, None],
-    np.concatenate: concatenate,
-    np.linalg.cholesky: lambda x: _whole("cholesky", x),
-    np.linalg.inv: lambda x: _whole("inv", x),
-    np.linalg.solve: lambda a, b: _whole("solve", a, b),
+def _mean(request: _Request) -> Any:
+    """Divide a sum; half precision and integers are summed in wider types, as NumPy does."""
+    (x,) = request.arrays
+    wide = np.float64 if x.dtype.kind in "biu" else np.float32 if x.dtype == np.float16 else x.dtype
+    dtype = request.arguments.get("dtype") or wide
+    total: Any = np.sum(x, dtype=dtype, **_options(request, "dtype"))
+    return (total / (x.size // total.size)).astype(request.dtype)
+
+
+def _variance(request: _Request) -> Any:
+    (x,), options = request.arrays, _options(request, "dtype", "ddof", "correction")
+    dtype = request.arguments.get("dtype") or (np.float64 if x.dtype.kind in "biu" else x.dtype)
+    deviation = x - np.mean(x, dtype=dtype, **{**options, "keepdims": True})
+    total: Any = np.sum(np.square(np.abs(deviation)), **options)
+    ddof = request.arguments.get("correction", request.arguments.get("ddof", 0))
+    return total / (x.size // total.size - ddof)
+
+
+def _deviation(request: _Request) -> Any:
+    return np.sqrt(_variance(request))
+
+
+def _sizes(request: _Request) -> Any:
+    (x,) = request.arrays
+    return np.abs(x.astype(np.float64) if x.dtype.kind in "biu" else x)
+
+
+def _euclidean_norm(request: _Request) -> Any:
+    return np.sqrt(np.sum(np.square(_sizes(request)), **_options(request, "ord")))
+
+
+def _absolute_norm(request: _Request) -> Any:
+    return np.sum(_sizes(request), **_options(request, "ord"))
+
+
+def _maximum_norm(request: _Request) -> Any:
+    return np.max(_sizes(request), **_options(request, "ord"))
+
+
+def _outer(request: _Request) -> Any:
+    a, b = request.arrays
+    return a[:, None] * b[None, :]
+
+
+FUNCTIONS: dict[Callable[..., Any], Sequence[_Rule]] = {
+    **{f: [_map] for f in (np.where, np.clip, np.round, np.real, np.imag, np.nan_to_num)},
+    **{f: [_map] for f in (np.ndarray.astype, operator.pow)},
+    np.sum: _fold(np.add),
+    np.min: _fold(np.minimum),
+    np.max: _fold(np.maximum),
+    np.any: _fold(np.logical_or),
+    np.all: _fold(np.logical_and),
+    np.count_nonzero: _fold(np.add),
+    **{f: _fold() for f in (np.prod, np.argmin, np.argmax, np.ptp, np.median)},
+    np.mean: [_mean, *_fold()],
+    np.var: [_variance, *_fold()],
+    np.std: [_deviation, *_fold()],
+    np.linalg.norm: [_euclidean_norm, _absolute_norm, _maximum_norm, *_fold()],
+    **{f: [_scan] for f in (np.cumsum, np.cumprod)},
+    **{f: [_dot] for f in (np.dot, np.matmul)},
+    np.outer: [_outer],
+    np.concatenate: [_concatenate],
+    **{f: [_whole] for f in (np.linalg.cholesky, np.linalg.inv, np.linalg.solve)},
 }
-"""NumPy functions other than ufuncs, expressed in the five operators."""
+"""The rules by which functions are recorded, in the order in which they are tried. Ufuncs are maps."""
+
+VIEWS = (np.transpose, np.swapaxes, np.moveaxis, np.expand_dims, np.squeeze)
+"""Functions that NumPy answers with a view of their first argument."""
+
+METHODS: dict[str, Callable[..., Any]] = {
+    **{name: getattr(np, name) for name in ("all", "any", "argmax", "argmin", "clip", "cumprod", "cumsum", "dot")},
+    **{
+        name: getattr(np, name) for name in ("max", "mean", "min", "prod", "round", "std", "sum", "swapaxes", "var")
+    },
+    "astype": np.ndarray.astype,
+}
+"""Methods of arrays that take what the function takes."""

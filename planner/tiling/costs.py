@@ -9,11 +9,12 @@ import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
+from types import EllipsisType
 from typing import Literal
 
 import numpy as np
 
-from cohabit.planner.tiling.arrays import Shape
+from cohabit.planner.tiling.expressions import Shape
 
 Mesh = tuple[int, ...]
 Form = tuple[int | Literal["partial"] | None, ...]
@@ -86,21 +87,13 @@ def exchanged(exchange: Exchange) -> Moved:
 
 @cache
 def reduced(shape: Shape, source: Form, target: Form, itemsize: int, mesh: Mesh) -> Moved:
-    """Count the bytes of summing partial tiles: an all-reduce, or a reduce-scatter for each axis of the mesh.
+    """Count the bytes of merging partial tiles: a reduce-scatter if the target is split, else an all-reduce.
 
     For a form with a partial and a split axis, the former is all-reduced, and the rest is an exchange.
     """
     if set(source) == {"partial"} and None not in target:
-        target, mesh = flattened(target, mesh)
-        total, moved = Moved(), bounds(shape, (None,) * len(mesh), mesh)
-        for step, (axis, count) in enumerate(zip(target, mesh, strict=True)):
-            assert isinstance(axis, int)
-            lengths = moved[..., 1] - moved[..., 0]
-            lengths[:, axis] = -(-lengths[:, axis] // count) * count  # reduce-scatter takes equal pieces
-            nbytes = int(lengths.prod(axis=1).sum()) * itemsize
-            total += Moved(nbytes, nbytes * (count - 1) // count)
-            moved = bounds(shape, (*target[: step + 1], *[None] * (len(mesh) - step - 1)), mesh)
-        return total
+        nbytes, count = math.prod(shape) * itemsize, math.prod(mesh)
+        return Moved(nbytes * count, nbytes * (count - 1))
     summed = whole(source)
     count = math.prod(n for axis, n in zip(source, mesh, strict=True) if axis == "partial")
     nbytes = 2 * int(volumes(bounds(shape, summed, mesh)).sum()) * itemsize
@@ -127,6 +120,11 @@ def whole(form: Form) -> Form:
 
 def intersection(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.stack([np.maximum(a[..., 0], b[..., 0]), np.minimum(a[..., 1], b[..., 1])], axis=-1)
+
+
+def index_of(place: np.ndarray) -> tuple[slice | EllipsisType, ...]:
+    """Return the index of ranges [start, end) per axis; it makes a view even of an array without axes."""
+    return (*[slice(int(start), int(end)) for start, end in place], ...)
 
 
 def volumes(tiles: np.ndarray) -> np.ndarray:

@@ -10,11 +10,11 @@ from functools import cached_property
 
 import numpy as np
 
-from cohabit.planner.tiling.arrays import (
+from cohabit.planner.tiling.costs import Exchange, Form, Mesh, Moved, bounds, converted, exchanged, mesh_of, volumes
+from cohabit.planner.tiling.expressions import (
     Expression,
     Fold,
     JoinUpdate,
-    LazyArray,
     Map,
     NewArray,
     Region,
@@ -22,7 +22,6 @@ from cohabit.planner.tiling.arrays import (
     UnsupportedExpression,
     View,
 )
-from cohabit.planner.tiling.costs import Exchange, Form, Mesh, Moved, bounds, converted, exchanged, mesh_of, volumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +89,10 @@ class TilingGraph:
         """
         expressions = []
         for array in outputs if isinstance(outputs, Sequence) else (outputs,):
-            if not isinstance(array, LazyArray):
+            expression = getattr(array, "expression", None)
+            if not isinstance(expression, Expression):
                 raise UnsupportedExpression(f"{array!r:.60} is not a lazy array; make arrays with newarray")
-            expressions.append(array.expression)
+            expressions.append(expression)
         return TilingGraph(tuple(expressions), workers, extra_bytes, **model)
 
     @cached_property
@@ -279,7 +279,7 @@ def _aligned(form: Form, result: Expression, source: Expression) -> Form:
 
 def in_view(form: Form, axes: tuple[int | None, ...]) -> Form:
     """Convert a form of an array to a form of a view with these axes."""
-    return tuple(axes.index(axis) if isinstance(axis, int) else axis for axis in form)
+    return tuple(axes.index(axis) if isinstance(axis, int) and axis in axes else None for axis in form)
 
 
 def base_of(expression: Expression) -> tuple[Expression, tuple[int | None, ...]]:
@@ -296,7 +296,7 @@ def _output(operator: Fold | Scan, form: Form) -> Form | None:
     """Return the form of a fold's or scan's result from tiles in `form`; None if these do not suffice."""
     if isinstance(operator, Scan):
         return None if operator.axis in form else form
-    if not operator.partial and set(form) & set(operator.axes):
+    if not operator.combine and set(form) & set(operator.axes):
         return None
     shifts = [0 if operator.keepdims else sum(folded < axis for folded in operator.axes) for axis in range(2)]
     return tuple(

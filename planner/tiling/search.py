@@ -11,8 +11,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array
 
 from cohabit.planner.errors import UnknownSearcher, UnsupportedProblem
-from cohabit.planner.tiling.arrays import Expression, JoinUpdate
 from cohabit.planner.tiling.costs import Exchange, Form, Moved
+from cohabit.planner.tiling.expressions import Expression, JoinUpdate
 from cohabit.planner.tiling.graph import Tiling, TilingGraph, Way
 
 Picks = list[int]

@@ -1,29 +1,43 @@
 """Executes a tiled program: one worker's part, tile by tile.
 
-Maps, folds and joins compute on local tiles. Partial results are DTensors, which DTensor reduces. Other changes of a
-tiling are one all-to-all of the bytes that each worker lacks. DTensor would go axis by axis of the mesh, and with gloo
-would gather the whole array (torch 2.13).
+NumPy computes on local tiles. Tiles move between workers by one kind of collective, an all-to-all of bytes: gloo
+reduces and gathers only some of NumPy's types, and its minimum and maximum lose NaN (torch 2.13).
 """
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from cohabit.planner.tiling.arrays import Expression, Fold, NewArray, Region, View
-from cohabit.planner.tiling.costs import Exchange, Form, Moved, bounds, exchanged, flattened, intersection, whole
+from cohabit.planner.tiling.costs import Exchange, Form, Moved, bounds, exchanged, index_of, intersection, whole
+from cohabit.planner.tiling.expressions import Expression, NewArray, Region, View, combined, compute, viewed
 from cohabit.planner.tiling.graph import in_view
 from cohabit.planner.tiling.search import Step, TilingPlan
 from cohabit.runtime.tiling.counting import CountedCollectives
-from cohabit.runtime.tiling.kernels import compute, torch_dtype
 from cohabit.runtime.tiling.worker import Worker
 
 
-def measured(plan: TilingPlan, worker: Worker, repeats: int = 1) -> tuple[list[DTensor], Moved, list[float]]:
+@dataclass(frozen=True)
+class TiledArray:
+    """One worker's tile of a result."""
+
+    tile: np.ndarray
+    expression: Expression
+    form: Form
+    run: "TiledRun"
+
+    def full_tensor(self) -> Tensor:
+        """Return the whole array. Collective: every worker calls this."""
+        whole_form = (None,) * len(self.form)
+        return torch.from_numpy(self.run.converted(self.tile, self.expression, self.form, whole_form).copy())
+
+
+def measured(plan: TilingPlan, worker: Worker, repeats: int = 1) -> tuple[list[TiledArray], Moved, list[float]]:
     """Execute a plan `repeats` times; every worker calls this with an equal plan.
 
     Returns the outputs, the bytes that all workers moved in the last run, and the slowest worker's seconds of each run,
@@ -36,12 +50,10 @@ def measured(plan: TilingPlan, worker: Worker, repeats: int = 1) -> tuple[list[D
         begin = time.perf_counter()
         with CountedCollectives() as counted:
             outputs = tiled.run()
-        if worker.device.type == "cuda":
-            torch.cuda.synchronize()
-        slowest = torch.tensor(time.perf_counter() - begin, device=worker.device)
+        slowest = torch.tensor(time.perf_counter() - begin)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         seconds.append(float(slowest))
-    totals = torch.tensor([counted.moved.logical, counted.moved.wire], device=worker.device)
+    totals = torch.tensor([counted.moved.logical, counted.moved.wire])
     dist.all_reduce(totals)
     logical, wire = totals.tolist()
     return outputs, Moved(logical, wire), seconds
@@ -52,7 +64,7 @@ class TiledRun:
 
     def __init__(self, plan: TilingPlan, worker: Worker) -> None:
         self.plan, self.graph, self.worker, self.mesh = plan, plan.graph, worker, plan.graph.mesh
-        self.held: dict[int, dict[Form, Tensor]] = {}
+        self.held: dict[int, dict[Form, np.ndarray]] = {}
         computed = (e for e in plan.graph.expressions if not isinstance(e.operator, NewArray | View))
         self.steps = {id(e): plan.steps(e) for e in computed}
 
@@ -65,11 +77,11 @@ class TiledRun:
                     what = expression.name or expression.shape
                     raise ValueError(f"array {what} has no data; pass an array to newarray")
                 self.held[id(expression)] = {
-                    form: torch.from_numpy(np.array(data[self._slices(expression, form)])).to(self.worker.device)
+                    form: np.array(data[index_of(self._bounds(expression, form)[self.worker.rank])])
                     for form in self.plan.tiling(expression).forms
                 }
 
-    def run(self) -> list[DTensor]:
+    def run(self) -> list[TiledArray]:
         """Compute the outputs; the inputs stay loaded."""
         last = {id(e): by for by in self.graph.expressions for e in by.inputs}
         kept = {
@@ -83,7 +95,7 @@ class TiledRun:
                     self.held.pop(id(source), None)
         return [self._result(output) for output in self.graph.outputs]
 
-    def _tiles(self, expression: Expression) -> dict[Form, Tensor]:
+    def _tiles(self, expression: Expression) -> dict[Form, np.ndarray]:
         """Compute an expression in every form that is kept."""
         if isinstance(expression.operator, View):
             axes = expression.operator.axes
@@ -92,25 +104,30 @@ class TiledRun:
         tiles = {}
         for step in self.steps[id(expression)]:
             result = self._computed(expression, step)
-            tiles |= {form: self._stored(result, expression, step.output, form) for form in step.forms}
+            tiles |= {form: self.converted(result, expression, step.output, form) for form in step.forms}
         return tiles
 
-    def _computed(self, expression: Expression, step: Step) -> Tensor:
-        """Read the inputs, and compute this worker's tile of the result."""
+    def _computed(self, expression: Expression, step: Step) -> np.ndarray:
+        """Read the inputs, and compute this worker's tile of the result. Raises ValueError if it has another shape."""
         inputs = [
             self.exchange(self.held[id(source)][exchange.source], exchange)
             for source, exchange in zip(expression.inputs, step.reads, strict=True)
         ]
-        if not isinstance(expression.operator, Region):
-            return compute(expression, inputs)
-        tile = bounds(expression.shape, step.output, self.mesh)[self.worker.rank]
-        result = inputs[0].new_empty(tuple(tile[:, 1] - tile[:, 0]), dtype=torch_dtype(expression.dtype))
-        for part, exchange in zip(inputs, step.reads, strict=True):
-            place = exchange.wanted()[self.worker.rank] - np.array(exchange.offset)[:, None]
-            _part(result, place, tile).copy_(part)
+        tile = self._bounds(expression, step.output)[self.worker.rank]
+        shape = tuple((tile[:, 1] - tile[:, 0]).tolist())
+        if isinstance(expression.operator, Region):
+            result = np.empty(shape, expression.dtype)
+            for part, exchange in zip(inputs, step.reads, strict=True):
+                place = exchange.wanted()[self.worker.rank] - np.array(exchange.offset)[:, None]
+                _part(result, place, tile)[...] = part
+            return result
+        result = compute(expression, inputs)
+        if result.shape != shape:
+            called = expression.operator.call.name  # type: ignore[union-attr]
+            raise ValueError(f"{called} made a tile of shape {result.shape}, not {shape}, of {expression.shape}")
         return result
 
-    def exchange(self, tile: Tensor, exchange: Exchange) -> Tensor:
+    def exchange(self, tile: np.ndarray, exchange: Exchange) -> np.ndarray:
         """Return the part of the source that the target wants: a view if all of it is local, else by an all-to-all."""
         # Nothing to do, or a local view: no collective.
         if exchange.source == exchange.target and exchange.shape == exchange.target_shape:
@@ -127,73 +144,80 @@ class TiledRun:
             ~copies & (copies.argmax(axis=1) == np.arange(len(held)))[:, None]
         )
         counts = np.where(is_sent, (parts[..., 1] - parts[..., 0]).prod(axis=-1), 0)
-        # Flat pieces, since all-to-all splits one axis only; the received ones are copied into their places.
         pieces = [
             _part(tile, parts[rank, to], held[rank]).reshape(-1)[: counts[rank, to]] for to in range(len(held))
         ]
-        moved = funcol.all_to_all_single(
-            torch.cat(pieces), counts[:, rank].tolist(), counts[rank].tolist(), self.worker.flat.get_group()
-        )
-        received: Tensor = funcol.wait_tensor(moved)  # type: ignore[no-untyped-call]
-        result = tile.new_empty(tuple(wanted[rank, :, 1] - wanted[rank, :, 0]))
-        for sender, piece in enumerate(torch.split(received, counts[:, rank].tolist())):
+        result = np.empty(tuple(wanted[rank, :, 1] - wanted[rank, :, 0]), tile.dtype)
+        for sender, piece in enumerate(all_to_all(pieces, counts[:, rank].tolist())):
             if len(piece):
                 place = _part(result, parts[sender, rank], wanted[rank])
-                place.copy_(piece.reshape(place.shape))
+                place[...] = piece.reshape(place.shape)
         return result
 
-    def _stored(self, tile: Tensor, expression: Expression, output: Form, form: Form) -> Tensor:
+    def converted(self, tile: np.ndarray, expression: Expression, output: Form, form: Form) -> np.ndarray:
         """Convert a result from form `output` to `form`."""
         if "partial" in output:
-            kind = expression.operator.partial if isinstance(expression.operator, Fold) else "sum"
-            tile, output = self._reduced(tile, expression.shape, output, form, kind or "sum")
-        if output == form:
-            return tile
+            if set(output) == {"partial"} and None not in form:
+                return self._scattered(tile, expression, form)
+            tile, output = self._reduced(tile, expression, output), whole(output)
         offset, size = (0,) * len(expression.shape), expression.dtype.itemsize
         return self.exchange(
             tile, Exchange(expression.shape, output, expression.shape, form, offset, size, self.mesh)
         )
 
-    def _reduced(
-        self, tile: Tensor, shape: tuple[int, ...], output: Form, form: Form, kind: str
-    ) -> tuple[Tensor, Form]:
-        """Reduce partial tiles: by reduce-scatter if the target is split along the whole mesh, else by all-reduce."""
-        target = form if set(output) == {"partial"} and None not in form else whole(output)
-        partial = self._dtensor(tile.contiguous(), output if len(set(target)) > 1 else ("partial",), shape, kind)
-        placed = placements(flattened(target, self.mesh)[0])
-        return partial.redistribute(partial.device_mesh, placed).to_local(), target
+    def _scattered(self, tile: np.ndarray, expression: Expression, form: Form) -> np.ndarray:
+        """Merge partial tiles of the whole array into tiles: a reduce-scatter."""
+        whole_array = self._bounds(expression, (None,) * len(form))[0]
+        parts = [_part(tile, place, whole_array) for place in self._bounds(expression, form)]
+        own, pieces = parts[self.worker.rank], [part.reshape(-1) for part in parts]
+        received = all_to_all(pieces, [own.size] * len(parts))
+        return combined(expression, np.stack(received)).reshape(own.shape)
 
-    def _result(self, expression: Expression) -> DTensor:
+    def _reduced(self, tile: np.ndarray, expression: Expression, output: Form) -> np.ndarray:
+        """Merge the partial tiles of workers along the partial axes of the mesh: an all-reduce, piece by piece."""
+        workers = np.arange(self.graph.workers).reshape(self.mesh)
+        rank = self.worker.rank
+        place = np.unravel_index(rank, self.mesh)
+        group = workers[
+            tuple(slice(None) if a == "partial" else p for a, p in zip(output, place, strict=True))
+        ].ravel()
+        pieces = np.array_split(tile.reshape(-1), len(group))
+        own = pieces[int(np.flatnonzero(group == rank)[0])]
+
+        def among(sent: list[np.ndarray], counts: list[int]) -> list[np.ndarray]:
+            """Send a piece to each worker of the group, and nothing to others."""
+            all_sent, all_counts = [np.empty(0, tile.dtype)] * workers.size, [0] * workers.size
+            for worker, piece, count in zip(group, sent, counts, strict=True):
+                all_sent[worker], all_counts[worker] = piece, count
+            received = all_to_all(all_sent, all_counts)
+            return [received[worker] for worker in group]
+
+        own = combined(expression, np.stack(among(pieces, [own.size] * len(group))))
+        merged = among([own] * len(group), [piece.size for piece in pieces])
+        return np.concatenate(merged).reshape(tile.shape)
+
+    def _bounds(self, expression: Expression, form: Form) -> np.ndarray:
+        return bounds(expression.shape, form, self.mesh)
+
+    def _result(self, expression: Expression) -> TiledArray:
         form, tile = next(iter(self.held[id(expression)].items()))
-        return self._dtensor(tile, flattened(form, self.mesh)[0], expression.shape)
-
-    def _slices(self, expression: Expression, form: Form) -> tuple[slice, ...]:
-        return tuple(
-            slice(first, end) for first, end in bounds(expression.shape, form, self.mesh)[self.worker.rank]
-        )
-
-    def _dtensor(self, tile: Tensor, form: Form, shape: tuple[int, ...], kind: str = "sum") -> DTensor:
-        mesh = self.worker.flat if len(form) == 1 else self.worker.grid
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            tile, mesh, placements(form, kind), run_check=False, shape=torch.Size(shape), stride=stride
-        )
+        return TiledArray(tile, expression, form, self)
 
 
-def placements(form: Form, kind: str = "sum") -> list[Placement]:
-    """Return DTensor's placements for a form."""
-    return [Partial(kind) if a == "partial" else Replicate() if a is None else Shard(a) for a in form]
+def all_to_all(pieces: Sequence[np.ndarray], counts: Sequence[int]) -> list[np.ndarray]:
+    """Send a flat piece to each worker, and receive `counts` elements from each."""
+    sent = np.concatenate(pieces)
+    size = sent.itemsize
+    moved = funcol.all_to_all_single(
+        torch.from_numpy(sent.view(np.uint8)),
+        [int(count) * size for count in counts],
+        [piece.size * size for piece in pieces],
+        dist.group.WORLD,
+    )
+    received: Tensor = funcol.wait_tensor(moved)  # type: ignore[no-untyped-call]
+    return np.split(received.numpy().view(sent.dtype), np.cumsum(counts)[:-1])
 
 
-def _part(tile: Tensor, wanted: np.ndarray, held: np.ndarray) -> Tensor:
+def _part(tile: np.ndarray, wanted: np.ndarray, held: np.ndarray) -> np.ndarray:
     """Return the wanted part of a tile as a view; both ranges are [start, end) per axis."""
-    return tile[
-        tuple(slice(int(a - first), int(b - first)) for (a, b), (first, _) in zip(wanted, held, strict=True))
-    ]
-
-
-def viewed(tile: Tensor, axes: tuple[int | None, ...]) -> Tensor:
-    kept = [a for a in axes if a is not None]
-    dropped = [a for a in range(tile.ndim) if a not in kept]
-    tile = tile.permute(*kept, *dropped).reshape([tile.shape[a] for a in kept]) if tile.ndim else tile
-    return tile[tuple(None if a is None else slice(None) for a in axes)]
+    return tile[index_of(wanted - held[:, :1])]

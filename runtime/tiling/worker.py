@@ -11,20 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import spawn
-
-from cohabit.planner.tiling.costs import mesh_of
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One process, its device, and the mesh of all workers: `flat` has one axis, `grid` is the planner's mesh."""
+    """One process of `count`."""
 
     rank: int
-    device: torch.device
-    flat: DeviceMesh
-    grid: DeviceMesh
+    count: int
 
 
 def start(task: Callable[[Worker], Any], workers: int) -> Any:
@@ -37,7 +32,8 @@ def start(task: Callable[[Worker], Any], workers: int) -> Any:
         found = int(os.environ["WORLD_SIZE"])
         if found != workers:
             raise ValueError(f"torchrun started {found} processes for {workers} workers; make the numbers equal")
-        return _work(task, int(os.environ["LOCAL_RANK"]), workers, {})
+        return _work(task, workers, {})
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's matrix products in the processes
     with tempfile.TemporaryDirectory() as folder:
         spawn(_work_and_tell, (task, workers, folder), nprocs=workers)  # type: ignore[no-untyped-call]
         return pickle.loads((Path(folder) / "result").read_bytes())
@@ -46,7 +42,7 @@ def start(task: Callable[[Worker], Any], workers: int) -> Any:
 def _work_and_tell(rank: int, task: Callable[[Worker], Any], workers: int, folder: str) -> None:
     torch.set_num_threads(1)
     place = {"init_method": f"file://{folder}/store", "rank": rank, "world_size": workers}
-    result = _work(task, rank, workers, place)
+    result = _work(task, workers, place)
     if rank == 0:
         (Path(folder) / "result").write_bytes(pickle.dumps(result))
     sys.stdout.flush()
@@ -54,17 +50,10 @@ def _work_and_tell(rank: int, task: Callable[[Worker], Any], workers: int, folde
     os._exit(0)  # torch's threads sometimes abort a normal exit with SIGABRT (torch 2.13)
 
 
-def _work(task: Callable[[Worker], Any], local_rank: int, workers: int, place: dict[str, Any]) -> Any:
-    on_gpus = torch.cuda.is_available() and torch.cuda.device_count() > local_rank
-    device = torch.device("cuda", local_rank) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpus else "gloo", **place)
+def _work(task: Callable[[Worker], Any], workers: int, place: dict[str, Any]) -> Any:
+    dist.init_process_group("gloo", **place)
     try:
-        flat = init_device_mesh(device.type, (workers,))
-        mesh = mesh_of(workers)
-        grid = init_device_mesh(device.type, mesh) if len(mesh) > 1 else flat
-        result = task(Worker(dist.get_rank(), device, flat, grid))
+        result = task(Worker(dist.get_rank(), workers))
         return result if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()

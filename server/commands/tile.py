@@ -23,7 +23,7 @@ from cohabit.server.script import function_of_script
 
 if TYPE_CHECKING:  # importing the planner is slow, and --help does not need it
     from cohabit.planner.tiling import TilingGraph, TilingPlan
-    from cohabit.planner.tiling.arrays import Expression
+    from cohabit.planner.tiling.expressions import Expression
     from cohabit.planner.tiling.graph import Tiling
 
 _GLYPHS = {"row": "▤", "column": "▥", "block": "▦", "transposed block": "▦", "duplicated": "▤▥", "replicated": "■"}
@@ -163,14 +163,15 @@ class _Line:
 
 
 def _lines(plan: "TilingPlan") -> list[_Line]:
-    from cohabit.planner.tiling.arrays import JoinUpdate, View
+    from cohabit.planner.tiling.expressions import Fold, JoinUpdate, Map, Scan, View
 
     graph, names, lines = plan.graph, dict[int, str](), []
     for number, expression in enumerate(graph.expressions):
         operator = expression.operator
-        function = getattr(operator, "function", type(operator).__name__.lower())
-        function = "dot" if isinstance(operator, JoinUpdate) and operator.is_dot else function
-        names[id(expression)] = expression.name or f"{getattr(function, '__name__', function)} {number}"
+        function = type(operator).__name__.lower()
+        if isinstance(operator, Map | Fold | Scan | JoinUpdate):
+            function = operator.call.name
+        names[id(expression)] = expression.name or f"{function} {number}"
     for expression in (e for e in graph.expressions if not isinstance(e.operator, View)):
         moves = [
             f"{'sum' if edge.reads is expression else names[id(edge.reads)]} {format_bytes(moved.wire)}"

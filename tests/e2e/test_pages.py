@@ -1,6 +1,7 @@
 """The pages in a real browser: a running server's, and reports."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from cohabit.loadgen.arrivals import RequestArrival
 from cohabit.loadgen.drawing.page import write_page
 from cohabit.loadgen.openloop import Outcome
 from cohabit.loadgen.report import Report, RunDescription, make_report
+from cohabit.page.document import Figure, ReportDocument, quantity
 from cohabit.page.html import report_page
 from cohabit.server.capacity.fit import Fit
 from cohabit.server.capacity.report import fit_page
@@ -176,7 +178,21 @@ async def test_load_tests_are_drawn_at_the_rate_that_is_chosen(page: Page, tmp_p
             "(s => { s.value = 0; s.dispatchEvent(new Event('change')); })(document.querySelector('select'))"
         )
         assert "</b>two compared with one, 10/s" in await page.text()
-        assert "20/s" not in await page.text()
+        assert "compared with one, 20/s" not in await page.text()
+
+
+@pytest.mark.parametrize("count", [4, 6, 7, 9, 10])
+async def test_no_figure_stands_alone_in_its_row(page: Page, tmp_path: Path, count: int) -> None:
+    figures = [Figure(f"figure {n}", quantity(n, "count"), ("note",), "help") for n in range(count)]
+    path = tmp_path / "figures.html"
+    path.write_text(report_page(ReportDocument("Figures", (), [], figures)))
+    for width in (1280, 1000, 800):
+        await page.looks(width)
+        await page.open(path.as_uri())
+        tops = "[...document.querySelectorAll('.figures > div')].map((tile) => tile.offsetTop)"
+        await page.until(f"{tops}.length === {count}")
+        rows = Counter(await page.value(tops)).values()
+        assert min(rows) > 1, f"{width} pixels: {list(rows)}"
 
 
 async def test_a_fit_is_drawn_with_its_slo(page: Page, tmp_path: Path) -> None:

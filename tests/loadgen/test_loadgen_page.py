@@ -1,5 +1,6 @@
 """`loadgen report`: what the page says of runs, and of two of them."""
 
+import io
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -7,14 +8,24 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
 from cohabit.loadgen.arrivals import RequestArrival
 from cohabit.loadgen.cli import main
 from cohabit.loadgen.drawing.latencies import differences
-from cohabit.loadgen.drawing.page import write_page
+from cohabit.loadgen.drawing.page import load_report, write_page
 from cohabit.loadgen.errors import UsageError
 from cohabit.loadgen.openloop import Outcome
-from cohabit.loadgen.report import Report, RunDescription, make_report, read_reports, write_reports
+from cohabit.loadgen.report import (
+    Report,
+    RunDescription,
+    make_report,
+    print_report,
+    read_reports,
+    remarks,
+    write_reports,
+)
+from cohabit.page.document import Alternatives, FactTable
 
 pytestmark = pytest.mark.process
 
@@ -57,6 +68,33 @@ def test_a_page_is_one_file_and_ends_no_script_early(tmp_path: Path) -> None:
     text = page.read_text()
     assert text.count("</script>") == 2, "the data's and the page's own"
     assert re.findall(r'(?:src|href)="([^"]*)|@import|url\(', text) == ["data:,"], "nothing else is loaded"
+
+
+def test_the_page_has_every_sentence_of_the_terminal_below_the_load_that_it_is_about() -> None:
+    tight = {"slo_s": 0.02, "slo_percentile": 99.0}
+    lag = run_of(1.0, seed=2).latency
+    runs = [
+        msgspec.structs.replace(run_of(0.01, 0, 50.0), **tight),
+        msgspec.structs.replace(run_of(0.01, 1, 100.0), **tight, send_lag=lag),
+    ]
+    alone = [msgspec.structs.replace(run_of(0.01, 2, 100.0), concurrency=4)]
+    document = load_report({"swept": runs, "closed": alone})
+    (choice,) = (section for section in document.sections if isinstance(section, Alternatives))
+    assert choice.names == ["50/s", "100/s", "closed loop of 4"]
+    for load, sections, (name, run) in zip(
+        choice.names, choice.sections, [("swept", runs[0]), ("swept", runs[1]), ("closed", alone[0])], strict=True
+    ):
+        text = msgspec.json.encode(sections).decode()
+        tables = [section.title for section in sections if isinstance(section, FactTable)]
+        assert tables == [f"Results: {name}, {load}", f"Models: {name}, {load}"], "no other run is shown"
+        console = Console(file=io.StringIO(), width=1000)
+        print_report(run, console)
+        told = console.file.getvalue().splitlines()[-len(remarks(run)) :]  # type: ignore[attr-defined]
+        assert told == [remark.words for remark in remarks(run)]
+        assert all(msgspec.json.encode(words).decode() in text for words in told)
+    assert [notice[0] for notice in document.notices if "invalid" in str(notice[0])]
+    rows = next(section for section in document.sections if isinstance(section, FactTable)).rows
+    assert [row[-1] for row in rows] == ["meets the SLO", "invalid", ""]
 
 
 def test_reports_are_drawn_from_their_files(tmp_path: Path) -> None:
