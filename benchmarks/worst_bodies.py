@@ -22,7 +22,7 @@ from cohabit.loadgen.zoo.exporting import save_model
 
 MIB, VALUES, TOKENS, WIDTH = 1 << 20, 1 << 18, 512, 16
 JSON_BYTES, TEXT_BYTES = 8 * MIB - 1024, 4 * MIB - 1024
-LIMIT_S = 0.1
+LIMIT_S = 0.05
 _PROBE_EVERY_S = 0.005
 _INFER, _GENERATE, _EMBEDDINGS = "/v2/models/array/infer", "/v2/models/array/generate", "/v1/embeddings"
 
@@ -110,6 +110,16 @@ def bodies() -> dict[str, tuple[str, Callable[[], bytes]]]:
         ),
         "embeddings: short texts": (_EMBEDDINGS, lambda: texts(b"[" + fill(b'"\\\\"', TEXT_BYTES) + b"]")),
         "embeddings: token ids": (_EMBEDDINGS, lambda: texts(b"[" + fill(b"1", TEXT_BYTES) + b"]")),
+        "chat: empty arrays as tools": (
+            "/v1/chat/completions",
+            lambda: (
+                b'{"model":"none","messages":[{"role":"user","content":"a"}],"tools":[%b]}' % fill(b"[]", MIB - 200)
+            ),
+        ),
+        "chat: empty objects as content": (
+            "/v1/chat/completions",
+            lambda: b'{"model":"none","messages":[{"role":"user","content":[%b]}]}' % fill(b"{}", MIB - 200),
+        ),
         "load: a configuration": (
             "/v2/repository/models/texts/load",
             lambda: b'{"parameters":{"config":"%b"}}' % (b"\\n" * (MIB // 2 - 40)),
