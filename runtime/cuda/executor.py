@@ -21,6 +21,7 @@ import torch
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.plan import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
+from cohabit.runtime.binding.program import Residence
 from cohabit.runtime.cuda.api import CapturedGraph, Driver
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
 from cohabit.runtime.cuda.issue import IssueThread, Streams, issue_inference
@@ -68,8 +69,8 @@ class CudaExecutor:
         self._issue_thread = IssueThread()
         self._transfers = Transfers(streams)
         self._began, self._answered = self._driver.event(timed=True), self._driver.event(timed=True)
-        self._stale: set[str] = set()
-        """Models whose residents may be invalid: a copy or kernel failed, or another model used their memory."""
+        self._stale: set[Residence] = set()
+        """Residents that may be invalid: a copy or kernel failed, or another model used their memory."""
         self._admitted: list[CudaProgram] = []
 
     @property
@@ -135,11 +136,11 @@ class CudaExecutor:
             self._adopt_thread()
             graph = program.admission.residents
             pieces = pieces_of(program, program.schedule.residents) if graph is None else [graph.replay]
-            transfer = self._transfers.issue(program.name, pieces)
-            self._transfers.take(program.name)
+            transfer = self._transfers.issue(program.residence, pieces)
+            self._transfers.take(program.residence)
             self._driver.synchronize(transfer.event)
             _raise_if_failed(program, transfer)
-            self._stale.discard(program.name)
+            self._stale.discard(program.residence)
 
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
@@ -169,9 +170,9 @@ class CudaExecutor:
             self._adopt_thread()
         start = time.perf_counter()
         # Residents first: a failed epilogue leaves wrong bytes.
-        epilogue = self._transfers.take(program.name)
+        epilogue = self._transfers.take(program.residence)
         is_restored = epilogue is None or epilogue.error is None
-        if program.admission.pool is None or program.name in self._stale or not is_restored:
+        if program.admission.pool is None or program.residence in self._stale or not is_restored:
             self.load(program)
             epilogue = None
         with self._faults(program):
@@ -262,9 +263,9 @@ class CudaExecutor:
         commands = program.schedule.epilogue
         if watch is not None:
             perform = watch.timing(program.performing(self._driver, []))
-            self._transfers.issue(program.name, [partial(perform, command) for command in commands])
+            self._transfers.issue(program.residence, [partial(perform, command) for command in commands])
         elif commands:
-            self._transfers.submit(program.name, pieces_of(program, commands))
+            self._transfers.submit(program.residence, pieces_of(program, commands))
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
@@ -328,15 +329,18 @@ class CudaExecutor:
             )
 
     def invalidate(self, program: CudaProgram) -> None:
-        """Note that a model's residents are not in place: its next run loads them first."""
-        self._stale.add(program.name)
+        """Note that a program's residents are not in place: its next run loads them first."""
+        self._stale.add(program.residence)
 
     def release(self, program: CudaProgram) -> None:
-        """Release the graphs, the pool and the buffers of a program that will not run again."""
+        """Release the graphs, the pool and the buffers of a program that will not run again, after its transfers."""
         if self._shared.lost is not None:
             return  # a lost device releases memory only when the process ends
         self.settle()
         self._admitted = [p for p in self._admitted if p is not program]
+        if all(p.residence != program.residence for p in self._admitted):
+            self._transfers.take(program.residence)
+            self._stale.discard(program.residence)
         with self._shared.exclusive:
             program.close(self._driver)
             self._shared.note_memory(self._driver)
@@ -349,7 +353,7 @@ class CudaExecutor:
         try:
             yield
         except Exception as error:
-            self._stale.add(program.name)
+            self._stale.add(program.residence)
             with self._shared.exclusive:
                 traceback.clear_frames(error.__traceback__)  # frees activations of the failed run
                 is_working = self._driver.is_working()
