@@ -90,6 +90,9 @@ def by_torch(e: Expression, tensors: Sequence[Tensor]) -> Tensor:
         tensors = [t if t.dtype == torch.bool else t.to(dtype) for t in tensors]
     args = [tensors[a.number] if isinstance(a, Input) else a for a in call.arguments]
     options = {name: value for name, value in call.options if name != "dtype"}
+    if isinstance(e.operator, Fold):  # torch has no fold of all axes that keeps them
+        axes = e.operator.axes
+        args, options = [tensors[0]], {"dim": axes if len(axes) > 1 else axes[0], "keepdim": e.operator.keepdims}
     function = IN_TORCH.get(call.name) or getattr(torch, call.name)
     result: Tensor = function(*args, **options).to(dtype)
     return result
