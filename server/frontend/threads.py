@@ -20,7 +20,7 @@ async def call(on_thread: bool, function: Callable[_P, _T], *args: _P.args, **kw
     """
     if not on_thread:
         return _called(function, *args, **kwargs)
-    running = asyncio.ensure_future(asyncio.to_thread(_called, function, *args, **kwargs))
+    running = asyncio.ensure_future(asyncio.to_thread(lambda: _called(function, *args, **kwargs)))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
