@@ -33,12 +33,12 @@ NAMES = {
     "activation_budget": "activation_memory_budget",
     "saved_to_file": "saved_tensors_hooks to a file",
     "best": "best",
-    "genetic": "genetic (SwapAdvisor)",
+    "swapadvisor": "swapadvisor",
     "particle_swarm": "particle_swarm (HOME)",
     "dynprog": "dynprog (Beaumont et al.)",
     "interval": "interval (TENSILE)",
 }
-SEARCHERS = ("best", "dynprog", "interval", "genetic", "particle_swarm")
+SEARCHERS = ("best", "dynprog", "interval", "swapadvisor", "particle_swarm")
 EVERYWHERE = ("best", "budget", "dynprog", "checkpoint", "activation_budget")
 """Contestants at 80 and 40 %, too, by default."""
 RESIDENT = "resident"

@@ -25,7 +25,7 @@ from benchmarks.record import markdown_table, parser_of, record, results_folder
 from benchmarks.training_nets import TINY, loss
 from cohabit.planner.check import check
 from cohabit.planner.memory import single_budget
-from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
+from cohabit.planner.papers.swapadvisor.searcher import Chromosome, SwapAdvisor
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.simulate import simulate
@@ -79,7 +79,7 @@ class GivenPlans(Trainer):
 
 def drawn(problem: Problem, count: int, generations: int, seed: int = 0) -> list[Plan]:
     """Plans of so many different candidates, drawn at random from all that a search asked for and that fit."""
-    search, fitting = Genetic(problem, seed, population=POPULATION), dict[float, Chromosome]()
+    search, fitting = SwapAdvisor(problem, seed, population=POPULATION), dict[float, Chromosome]()
     search.ask()  # the serial plan
     for _ in range(generations):
         candidates = search.ask()

@@ -14,7 +14,6 @@ from cohabit.planner.errors import FingerprintMismatch
 from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.problem import TIE, Cost, Limit, Problem
 from cohabit.planner.schedule.simulate import simulate
-from cohabit.planner.search.portfolio import Best
 from cohabit.planner.search.registry import make
 
 Progress = Callable[[int, float, float], None]
@@ -89,13 +88,13 @@ def search(
                 break
     # Write the best as a plan. Its times come from the simulator for all searchers.
     best = shortlist.best()
-    plan = state.write(best)
+    plan, member = state.write(best), state.found_by(best)
     timeline = simulate(graph, plan, profile)
     assert timeline.period_s is not None or not graph.ops
     plan = replace(
         plan,
         provenance=Provenance(
-            searcher=f"{searcher} ({state.found_by(best)})" if isinstance(state, Best) else searcher,
+            searcher=searcher if member is None else f"{searcher} ({member})",
             seed=seed,
             evaluations=shortlist.evaluations,
             latency_s=timeline.latency_s,

@@ -11,10 +11,10 @@ if TYPE_CHECKING:  # commands import this module to list searchers in their help
     from cohabit.planner.search.searcher import AnySearcher
 
 _SEARCHERS: Final = {
-    "best": ("search.portfolio:Best",),
-    "streaming": ("streaming.searcher:Streaming",),
+    "best": ("offloading.best:Best", "search.portfolio:Portfolio"),
+    "genetic": ("genetic.searcher:Genetic",),
     "offloading": ("offloading.searcher:Offloading",),
-    "genetic": ("papers.swapadvisor.genetic:Genetic", "papers.swapadvisor.serving:ServingGenetic"),
+    "swapadvisor": ("papers.swapadvisor.searcher:SwapAdvisor",),
     "particle_swarm": ("papers.home.particle_swarm:ParticleSwarm",),
     "greedy": ("papers.beaumont.searcher:Greedy",),
     "dynprog": ("papers.beaumont.searcher:DynProg",),

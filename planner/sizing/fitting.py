@@ -6,6 +6,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.genetic import searcher as genetic
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
 from cohabit.planner.library import Library
@@ -19,7 +20,6 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.demand import MemoryDemand, workspaces
 from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.planner.sizing.shares import Curve, Point
-from cohabit.planner.streaming import searcher as streaming
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 """Fractions of the range of partition sizes at which a curve has points."""
@@ -37,12 +37,12 @@ def estimate_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -
     """
     if footprint.offloads:
         return offloading.first_latency_s(Problem(footprint.graph, profile, memory))
-    latency_s = streaming.first_latency_s(footprint, profile, memory)
+    latency_s = genetic.first_latency_s(footprint, profile, memory)
     if footprint.by_parameters is not None:
         other, order = footprint.by_parameters
         profile = replace(profile, op_seconds=tuple(profile.op_seconds[k] for k in order))
         with suppress(InfeasibleBudget):
-            latency_s = min(latency_s, streaming.first_latency_s(other, profile, memory))
+            latency_s = min(latency_s, genetic.first_latency_s(other, profile, memory))
     return latency_s
 
 

@@ -41,7 +41,7 @@ _EXAMPLES = """examples:
   cohabit compare-plans models/resnet50 --memory 25% --search best,genetic,greedy --time-limit 30s
   cohabit compare-plans --graph resnet50-b1.graph.json --profile resnet50-b1.profile.json --memory 64MiB
 
-`best`, `streaming`, `offloading` and `genetic` split the memory into a partition and a workspace, as serving does.
+`best`, `genetic` and `offloading` split the memory into a partition and a workspace, as serving does.
 The other searchers plan it as one budget.
 """
 

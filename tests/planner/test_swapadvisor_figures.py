@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.planner.ablated import survival
 from cohabit.planner.check import check
+from cohabit.planner.genetic.schedules import cross_schedules
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.swapadvisor.allocations import (
@@ -15,10 +16,9 @@ from cohabit.planner.papers.swapadvisor.allocations import (
     raised,
     shrink,
 )
-from cohabit.planner.papers.swapadvisor.genetic import THRESHOLD
 from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
 from cohabit.planner.papers.swapadvisor.pools import MemoryPool, TensorSizes, object_bytes, pool_of, uses_of
-from cohabit.planner.papers.swapadvisor.schedules import cross_schedules
+from cohabit.planner.papers.swapadvisor.searcher import THRESHOLD
 from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile

@@ -100,7 +100,7 @@ def test_recomputation_repeats_no_random_numbers(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("memory", "searcher"),
-    [("100%", "on_demand"), ("60%", "on_demand"), ("40%", "on_demand"), ("50%", "genetic")],
+    [("100%", "on_demand"), ("60%", "on_demand"), ("40%", "on_demand"), ("50%", "swapadvisor")],
 )
 def test_live_bytes_never_exceed_the_plan_s_memory(memory: str, searcher: str) -> None:
     """Counted before every op: all tensors of the frame, views once, and all state that is in memory."""

@@ -146,7 +146,7 @@ def test_the_search_by_generations_sends_activations_out(bench: Bench) -> None:
     """So that the tests above are of plans that copy in both directions."""
     memory = single_budget(least_bytes(bench.graph))
     problem = Problem(bench.graph, profile_of(bench.graph, 1e-3, bandwidth=1e7), memory)
-    assert moves(search(problem, "genetic", limit=Limit(evaluations=20)))[1] > 0
+    assert moves(search(problem, "swapadvisor", limit=Limit(evaluations=20)))[1] > 0
 
 
 def test_packed_weights_are_not_counted(model: tuple[nn.Module, Lowered]) -> None:

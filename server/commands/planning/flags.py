@@ -60,7 +60,7 @@ def add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None:
     parser.add_argument(
         "--single",
         action="store_true",
-        help="plan the memory as one budget with `best` and `genetic`, too, which by default split it into a partition"
+        help="plan the memory as one budget with `best`, too, which by default split it into a partition"
         " and a workspace, as serving does",
     )
     group = parser.add_argument_group("search effort")

@@ -21,17 +21,17 @@ from typing import Final
 import numpy as np
 
 from cohabit.planner.arrays import Ints
-from cohabit.planner.order import by_parameters, has_reuse
-from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
-from cohabit.planner.papers.swapadvisor.evolution import Evolution
-from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
-from cohabit.planner.papers.swapadvisor.pools import pool_of, uses_of
-from cohabit.planner.papers.swapadvisor.schedules import (
+from cohabit.planner.genetic.schedules import (
     cross_schedules,
     mutate_schedule,
     precedence,
     random_schedule,
 )
+from cohabit.planner.order import by_parameters, has_reuse
+from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
+from cohabit.planner.papers.swapadvisor.evolution import Evolution
+from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
+from cohabit.planner.papers.swapadvisor.pools import pool_of, uses_of
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.serial import require_counted, serial_schedule
 from cohabit.planner.schedule.table import Schedule
@@ -58,11 +58,11 @@ SERIAL: Final = Chromosome(_NONE, Allocation(_NONE, _NONE))
 """Stands for the serial plan."""
 
 
-class Genetic(Evolution[Chromosome]):
+class SwapAdvisor(Evolution[Chromosome]):
     """Evolves a population of schedules and allocations."""
 
     def __init__(self, problem: Problem, seed: int, *, population: int = POPULATION) -> None:
-        require_counted(problem, "genetic")
+        require_counted(problem, "swapadvisor")
         super().__init__(seed, population)
         self.problem = problem
         self._uses, sizes = uses_of(problem.graph, problem.profile)
