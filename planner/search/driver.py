@@ -30,6 +30,7 @@ def search(
     workers: int = 1,
     on_progress: Progress | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
+    pause: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Find the plan with the least latency. Ties (within TIE) go to the least period, then to the fewest link bytes.
 
@@ -37,7 +38,7 @@ def search(
 
     `workers` threads evaluate candidates whose evaluation is compiled. Without a limit in seconds, the same problem,
     searcher and seed give the same plan with any number of workers. Once `is_stopped` returns true, the best plan so
-    far is returned.
+    far is returned. `pause` is called between evaluations, and may wait.
 
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
     """
@@ -63,6 +64,7 @@ def search(
             costs = []
             for cost in map_(state.evaluate, candidates, repeat(shortlist.least_s * TIE)):
                 costs.append(cost)
+                pause()
                 if is_over():
                     threads.shutdown(wait=False, cancel_futures=True)
                     break

@@ -22,7 +22,7 @@ from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
 from cohabit.planner.order import by_parameters, has_reuse, in_original_order, reordered
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Cost, Problem
-from cohabit.planner.schedule.serial import least_bytes
+from cohabit.planner.schedule.serial import least_bytes, require_counted
 from cohabit.planner.search.registry import make
 from cohabit.planner.search.searcher import AnySearcher, Searcher
 
@@ -72,15 +72,14 @@ _Turn = Generator[Sequence[MemberCandidate], None, _Member | None]
 class Portfolio(Searcher[MemberCandidate]):
     """Asks one member after the other; stops when the bound is reached.
 
-    If no member plans the problem, the first `ask` raises a member's error: the InfeasibleBudget with the fewest
-    `least_bytes` or, without one, UnsupportedProblem.
+    Raises UnsupportedProblem, or InfeasibleBudget with the least budget.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
+        require_counted(problem, "best")
         self.problem = problem
         self._seed = seed
         self._members: list[_Member] = []
-        self._refusals: list[UnsupportedProblem | InfeasibleBudget] = []
         self._told: Sequence[Cost] = ()
         self._count = 0
         self.evaluations = 10**12
@@ -112,11 +111,8 @@ class Portfolio(Searcher[MemberCandidate]):
 
     def _ask(self) -> Iterator[Sequence[MemberCandidate]]:
         quickest = yield from self._turn(QUICKEST)
-        if not self._members:
-            infeasible = [r for r in self._refusals if isinstance(r, InfeasibleBudget)]
-            raise min(infeasible, key=lambda r: r.least_bytes, default=self._refusals[0])
-        if quickest is not None:
-            yield from self._ask_others(quickest)
+        assert quickest is not None  # it plans every single budget that is large enough
+        yield from self._ask_others(quickest)
         # Each member spends the rest of its effort, the best first.
         for member in self._ranked():
             if member.effort_left > 0:
@@ -160,8 +156,7 @@ class Portfolio(Searcher[MemberCandidate]):
             problem = replace(problem, graph=graph, profile=profile)
         try:
             searcher = make(name, problem, self._seed)
-        except (UnsupportedProblem, InfeasibleBudget) as refusal:
-            self._refusals.append(refusal)
+        except (UnsupportedProblem, InfeasibleBudget):
             return None
         member = _Member(name, searcher, by_weights, len(self._members))
         self._members.append(member)

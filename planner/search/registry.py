@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # commands import this module to list searchers in their help
     from cohabit.planner.search.searcher import AnySearcher
 
 _SEARCHERS: Final = {
-    "best": ("offloading.best:Best", "search.portfolio:Portfolio"),
+    "best": ("search.portfolio:Portfolio", "offloading.best:Best"),
     "genetic": ("genetic.searcher:Genetic",),
     "offloading": ("offloading.searcher:Offloading",),
     "swapadvisor": ("papers.swapadvisor.searcher:SwapAdvisor",),

@@ -59,6 +59,8 @@ class ComputeLane:
         """Why the lane can no longer execute, or None while the device works."""
         self._waiting: dict[Ticket, asyncio.Future[tuple[Answer, float]]] = {}
         """Each request's answer and end of execution. Cancelled requests stay until they have been executed."""
+        self.on_waiting: Callable[[bool], None] = lambda waiting: None
+        """Called with True when requests begin to wait for their answers, and with False once none does."""
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self.draining = False
@@ -160,6 +162,8 @@ class ComputeLane:
             raise
         future: asyncio.Future[tuple[Answer, float]] = self._loop.create_future()
         self._waiting[ticket] = future
+        if len(self._waiting) == 1:
+            self.on_waiting(True)
         if ticket.expires:
             self._watch_deadlines()
         try:
@@ -305,6 +309,8 @@ class ComputeLane:
         self.device.on_spans.pop(ticket, None)
         self._answered.set()
         future = self._waiting.pop(ticket, None)
+        if future is not None and not self._waiting:
+            self.on_waiting(False)
         if future is not None and (sequences := self._sequences_of(ticket)) is not None:
             sequences.leave(ticket.request)
         return future
