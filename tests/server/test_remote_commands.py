@@ -41,7 +41,14 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loaded.failures = {ModelKey("damaged", 1): "model.pt2 is [truncated]"}
     loaded.footprints = {
         ModelKey("adder", 3): ModelFootprint(
-            3 << 20, 400, 100, {Bucket(1): 0.5}, {Bucket(1): 0.4}, 0, {Bucket(1): 2 << 20, Bucket(8): 9 << 20}
+            3 << 20,
+            400,
+            100,
+            {Bucket(1): 0.5},
+            {Bucket(1): 0.4},
+            0,
+            {Bucket(1): 2 << 20, Bucket(8): 9 << 20},
+            {Bucket(1): ("best (genetic)", 238)},
         )
     }
     with running(loaded, strict_readiness=False) as handle:
