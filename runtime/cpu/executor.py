@@ -6,7 +6,7 @@ finished, and an event is a value of a counter.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -86,20 +86,34 @@ class CpuExecutor:
 
         `on_recording` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
+        recording = None if on_recording is None else Recording(program)
+        seconds = self.begin_load(program, recording)()
+        if on_recording is not None and recording is not None:
+            on_recording(recording)
+        return seconds
+
+    def begin_load(self, program: Program, recording: Recording | None = None) -> Callable[[], float]:
+        """Queue the copies of a program's residents. See `runtime.backend.ProgramExecutor`."""
         self._restored.pop(program.name, None)
         for tensor in program.offloaded:
             tensor.reset()
-        recording = None if on_recording is None else Recording(program)
         run = self._new_run(recording)
         self._swap_in.submit(run, program.residents)
-        self.settle()
-        if run.error is not None:
-            self._note_loss(run.error)
-            raise DeviceError(f"a copy from the store failed: {run.error}") from run.error
-        if on_recording is not None and recording is not None:
-            on_recording(recording)
-        self._stale.discard(program.name)
-        return time.perf_counter() - run.start_s
+        ticket = self._swap_in.submitted
+
+        def wait() -> float:
+            start_s = time.perf_counter()
+            self._swap_in.done.wait(ticket)
+            if run.error is not None:
+                self._note_loss(run.error)
+                raise DeviceError(f"a copy from the store failed: {run.error}") from run.error
+            self._stale.discard(program.name)
+            return time.perf_counter() - start_s
+
+        return wait
+
+    def foresee(self, program: Program) -> None:
+        """Do nothing: residents are loaded, and plans swap in to workspace, which the running program uses."""
 
     def load_in_pieces(self, programs: Sequence[Program]) -> Iterator[None]:
         """Load the residents that one model's programs share, about `PIECE_BYTES` per step of the iterator.

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -121,6 +121,13 @@ class CudaExecutor:
         elif program.has_pooled_weights:
             self._load_pool(program, is_stale=is_stale)
         return time.perf_counter() - start
+
+    def begin_load(self, program: CudaProgram) -> Callable[[], float]:
+        """Return `load`: nothing is copied while other programs run."""
+        return partial(self.load, program)
+
+    def foresee(self, program: CudaProgram) -> None:
+        """Do nothing: residents are loaded, and plans swap in to workspace, which the running program uses."""
 
     def load_in_pieces(self, programs: Sequence[CudaProgram]) -> Iterator[None]:
         """Load and admit one program per step of the iterator."""

@@ -189,6 +189,10 @@ class Scheduler:
         self._executing = scheduled
         return replace(batch, predicted_s=predicted_s)
 
+    def upcoming(self) -> Batch | None:
+        """Return the batch that would follow the current execution if no more requests arrived."""
+        return self._choose(self._busy_until_s) if self._waiting else None
+
     def finished(self, batch: Batch, now_s: float, seconds: float | None) -> None:
         """Record the end of an execution after `seconds`; None if it failed, since its time is not representative."""
         scheduled, self._executing = self._executing, None
