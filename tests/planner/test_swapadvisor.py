@@ -15,7 +15,6 @@ from cohabit.planner.genetic.schedules import (
     Ints,
     Precedence,
     cross_schedules,
-    depth_first,
     mutate_schedule,
     precedence,
     random_schedule,
@@ -342,18 +341,6 @@ def test_a_part_that_is_not_searched_is_the_same_in_all() -> None:
         assert orders == 1 < allocations
         orders, allocations = parts(Way(allocations=False), start)
         assert allocations == 1 < orders
-
-
-def test_a_depth_first_order_runs_an_op_right_before_the_first_that_reads_it() -> None:
-    """Two chains of two ops, joined by the last op, which reads the one that comes first in the permutation first."""
-    ops = [("a0", (), 0), ("b0", (), 1), ("a1", (0,), 2), ("b1", (1,), 3), ("join", (2, 3), 4)]
-    graph = Graph(
-        "diamond", 1, "weights", tuple(Tensor(f"A{i}", PAGE, "activation") for i in range(5)),
-        tuple(Op(name, "any", reads, (written,)) for name, reads, written in ops), (4,),
-    )  # fmt: skip
-    rule = precedence(graph)
-    assert depth_first(rule, np.array([0, 1, 2, 3, 4])).tolist() == [0, 2, 1, 3, 4]
-    assert depth_first(rule, np.array([0, 1, 3, 2, 4])).tolist() == [1, 3, 0, 2, 4]
 
 
 def test_random_orders_run_some_ops_that_share_weights_together() -> None:

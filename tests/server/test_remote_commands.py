@@ -63,7 +63,9 @@ def run(server: Running, *arguments: str) -> int:
 def test_models_are_listed_with_their_memory_and_reasons(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(own, "models") == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert all(part in lines["adder"] for part in ("3", "READY", "3.0 MiB", "25.0%", "best (genetic), 238 candidates"))
+    assert all(
+        part in lines["adder"] for part in ("3", "READY", "3.0 MiB", "25.0%", "best (genetic), 238 candidates")
+    )
     assert all(part in lines["damaged"] for part in ("UNAVAILABLE", "model.pt2 is [truncated]"))
     assert " ".join(lines["of"].split()) == (
         "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1"
