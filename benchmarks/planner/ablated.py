@@ -63,6 +63,8 @@ class AblatedGenetic(SwapAdvisor):
         super().__init__(problem, seed, population=population)
         self._way, self._start = way, start
         self._best_s = np.inf
+        if not (way.schedules and way.allocations):
+            self._share_of_orders = float(way.schedules)
         if not way.restricted:
             self._space = UnrestrictedSpace(self._space.sizes, self._space.memory_bytes)
         self._own_order = np.arange(len(problem.graph.ops))
