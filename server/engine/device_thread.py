@@ -60,12 +60,12 @@ class LoadedServable:
     """Sequences of its requests; None for a model without sequences."""
 
     def execute(self, tickets: Sequence[Ticket], on_recording: "OnRecording | None" = None) -> Answer:
-        """Execute requests together. For a model with sequences, keeps the resulting states."""
+        """Execute requests together. For a model with sequences, keeps the resulting states until they are settled."""
         rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
             return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, on_recording)
         answer = self.servable.execute([self.sequences.inputs_of(tickets)], rows, on_recording)
-        self.sequences.keep(tickets, answer.outputs, time.monotonic())
+        self.sequences.keep(tickets, answer.outputs)
         return answer
 
 

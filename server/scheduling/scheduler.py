@@ -118,7 +118,10 @@ class Scheduler:
         self._update_waiting(model, scheduled)
 
     def submit(self, now_s: float, request: Request) -> Ticket:
-        """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it would be late."""
+        """Queue a request. A sequence has at most one in the queue: see `server.engine.turns`.
+
+        Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it would be late.
+        """
         scheduled = self._models.get(request.model)
         if scheduled is None:
             raise ModelNotFound(*request.model)
