@@ -60,10 +60,10 @@ class ComputeLane:
         """Why the lane can no longer execute, or None while the device works."""
         self._waiting: dict[Ticket, asyncio.Future[tuple[Answer, float]]] = {}
         """Each request's answer and end of execution. Cancelled requests stay until they have been executed."""
-        future = self._waiting.pop(ticket, None)
-        if future is not None and not self._waiting:
-            self.on_waiting(False)
-        return future
+        self.on_waiting: Callable[[bool], None] = lambda waiting: None
+        """Called with True when requests begin to wait for their answers, and with False once none does."""
+        self._turns = Turns()
+        self._ending_sequences: set[asyncio.Task[None]] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self.draining = False
@@ -329,16 +329,10 @@ class ComputeLane:
         """Remove a completed request, and return its future unless it was already removed."""
         self.device.on_spans.pop(ticket, None)
         self._answered.set()
-<<<<<<< HEAD
         future = self._waiting.pop(ticket, None)
         if future is not None and not self._waiting:
             self.on_waiting(False)
-        if future is not None and (sequences := self._sequences_of(ticket)) is not None:
-            sequences.leave(ticket.request)
         return future
-=======
-        return self._waiting.pop(ticket, None)
->>>>>>> main
 
     def _sequences_of(self, ticket: Ticket) -> Sequences | None:
         load = self.device.loads.get(ticket.load_number)
