@@ -139,7 +139,6 @@ def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
         with serving(repository, memory, tmp_path, engine="process", batch_sizes=BATCHES) as server:
             assert not server.replanner.is_busy
             assert server.placement.models[MODEL, 1].searched
-            assert min(evaluations(plans_of(server))) > 1, "not quick plans"
             again = infer(server.address, MODEL, inputs)
             assert {n: a.tobytes() for n, a in again.items()} == {n: a.tobytes() for n, a in answer.items()}
         assert "quick plans are in use until better ones are found" not in caplog.messages

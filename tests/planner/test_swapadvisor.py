@@ -341,24 +341,3 @@ def test_a_part_that_is_not_searched_is_the_same_in_all() -> None:
         assert orders == 1 < allocations
         orders, allocations = parts(Way(allocations=False), start)
         assert allocations == 1 < orders
-
-
-def test_random_orders_run_some_ops_that_share_weights_together() -> None:
-    """In an unrolled network of 6 layers and 20 steps, the best of 40 changes the layer seldom; a random ready op at
-    every step changes it nearly always."""
-    layers, steps = 6, 20
-    ops = []
-    for step in range(steps):
-        for layer in range(layers):
-            k = step * layers + layer
-            before = ([k - 1] if layer else []) + ([k - layers] if step else [])
-            ops.append(Op(f"op{k}", "any", tuple(before), (k,)))
-    tensors = tuple(Tensor(f"A{k}", PAGE, "activation") for k in range(layers * steps))
-    rule = precedence(Graph("unrolled", 1, "weights", tensors, tuple(ops), ()))
-    rng = np.random.default_rng(0)
-
-    def fewest(orders: list[Ints]) -> int:
-        return min(int((np.diff(order % layers) != 0).sum()) for order in orders)
-
-    any_ready = [mutate_schedule(np.arange(layers * steps), rule, 1.0, rng) for _ in range(40)]
-    assert fewest([random_schedule(rule, rng) for _ in range(40)]) < fewest(any_ready) / 2
