@@ -1,18 +1,11 @@
 """The papers' searchers, by the names under which commands and `search` find them."""
 
-from typing import TYPE_CHECKING
-
-from cohabit.planner.errors import UnsupportedProblem
 from cohabit.planner.parts import Part, Parts
-
-if TYPE_CHECKING:
-    from cohabit.planner.problem import Problem
-    from cohabit.planner.search.searcher import AnySearcher
 
 _HERE = "cohabit.planner.papers"
 PARTS: Parts = {
     "cohabit.searchers": {
-        "genetic": Part(f"{_HERE}.wing:genetic"),
+        "swapadvisor": Part(f"{_HERE}.swapadvisor.searcher:SwapAdvisor"),
         "particle_swarm": Part(f"{_HERE}.home.particle_swarm:ParticleSwarm"),
         "greedy": Part(f"{_HERE}.beaumont.searcher:Greedy"),
         "dynprog": Part(f"{_HERE}.beaumont.searcher:DynProg"),
@@ -30,14 +23,3 @@ PARTS: Parts = {
         "chain_checkpointing": Part(f"{_HERE}.baselines.checkpointing:ChainCheckpointing"),
     },
 }
-
-
-def genetic(problem: "Problem", seed: int) -> "AnySearcher":
-    """Return SwapAdvisor's search for a single budget, or the search over `streaming`'s decisions as served."""
-    from cohabit.planner.papers.swapadvisor.genetic import Genetic
-    from cohabit.planner.papers.swapadvisor.serving import ServingGenetic
-
-    try:
-        return Genetic(problem, seed)
-    except UnsupportedProblem:
-        return ServingGenetic(problem, seed)

@@ -12,8 +12,8 @@ if TYPE_CHECKING:  # commands import this module to list searchers in their help
 SEARCHERS: Final = PartRegistry(
     "cohabit.searchers",
     {
-        "best": Part("cohabit.planner.search.portfolio:Best"),
-        "streaming": Part("cohabit.planner.streaming.searcher:Streaming"),
+        "best": Part("cohabit.planner.offloading.best:best"),
+        "genetic": Part("cohabit.planner.genetic.searcher:Genetic"),
         "offloading": Part("cohabit.planner.offloading.searcher:Offloading"),
     },
 )

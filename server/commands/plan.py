@@ -52,7 +52,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="best",
         choices=(*SEARCHERS, *BASELINES),
         metavar="NAME",
-        help=f"how to search: {', '.join(SEARCHERS)}; best, streaming, offloading and genetic plan a partition and a"
+        help=f"how to search: {', '.join(SEARCHERS)}; best, genetic and offloading plan a partition and a"
         " workspace, as serving does, the others one budget. Baselines to compare with, for one budget:"
         f" {', '.join(BASELINES)} (default: %(default)s)",
     )

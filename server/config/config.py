@@ -37,7 +37,7 @@ ClientShm = Literal["auto", "on", "off", "any-user"]
 ModelControl = Literal["none", "explicit", "poll"]
 OnOff = Literal["on", "off"]
 EngineMode = Literal["process", "in-process"]
-Search = Literal["best", "genetic", "streaming"]
+Search = Literal["best", "genetic"]
 
 MOST_WAITING = 8192
 """More than the connections and gRPC calls of one front end can have in flight: memory and timeouts bound queues."""
@@ -104,7 +104,7 @@ class ServeConfig:
     search: Search = setting(
         "best",
         "--search",
-        "how plans are searched for: streaming, genetic, or streaming with activation offloading if needed (best)",
+        "how plans are searched for: by the genetic search, with activation offloading if needed (best) or without",
     )
     device: str = setting(
         "cpu", "--device", "device that runs the models: cpu, cuda, or cuda:N", metavar="NAME", group="device"

@@ -135,6 +135,11 @@ class Model:
                 if p.provenance is not None
             },
             bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
+            searches={
+                b: (p.provenance.searcher, p.provenance.evaluations)
+                for b, p in self.plans.items()
+                if p.provenance is not None
+            },
             lane=self.lane,
             activation_bytes={bucket: plan.pool_bytes or 0 for bucket, plan in self.plans.items()},
         )

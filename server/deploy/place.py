@@ -66,6 +66,8 @@ class ModelPlacement:
         self.on_change: Callable[[Model], None] = lambda model: None
         """Called when a model's partition or plans have changed."""
         self._lanes = lanes
+        for number, lane in enumerate(lanes):
+            lane.on_waiting = partial(workers.set_waiting, number)
         self._preparing = asyncio.Semaphore(MOST_PREPARING)
         self._changing = asyncio.Lock()
         """Held while a model's plans or extent change."""

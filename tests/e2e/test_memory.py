@@ -309,7 +309,7 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
                 assert torch.equal(device.run(*run)[0], answer), run
 
 
-@pytest.mark.parametrize("search", ["genetic", "streaming"])
+@pytest.mark.parametrize("search", ["genetic"])
 def test_the_plans_that_are_served_come_from_the_search_that_was_asked_for(archives: Archives, search: str) -> None:
     repository = archives.repository("ranker")
     with deployed(repository, "50%", archives.cache) as device:
