@@ -70,7 +70,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.importing": (
-        {"server", "runtime"},
+        {"server", "runtime", "planner.errors"},
         {"huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"},
     ),
     "server.capacity": ({"server", "page", "planner"}, {"msgspec", "numpy"}),
