@@ -20,7 +20,7 @@ from cohabit.server.config.values import shape_buckets
 from cohabit.server.deploy.lifecycle import open_placement
 from cohabit.server.deploy.notices import random_ops, stored_words
 from cohabit.server.deploy.options import WEIGHTS
-from cohabit.server.deploy.prepare import SHAPE_BUCKETS
+from cohabit.server.deploy.prepare import DEFAULT_BATCHES, SHAPE_BUCKETS
 from cohabit.server.engine.compute_lane import make_lanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
@@ -160,7 +160,7 @@ def write_entry(
                     )
                 _copy_configuration(place.folder, folder)
             # Only `place.put` changes the entry, after a successful comparison.
-            loading = _loading(config, Path(staging), max_batch)
+            loading = _loading(config, Path(staging), None if place.versions else max_batch)
             if subject.decoding is not None:
                 loading = replace(loading, shape_buckets=shape_buckets(subject.decoding.shape_buckets))
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
@@ -203,9 +203,14 @@ def _copy_configuration(entry: Path, folder: Path) -> None:
             shutil.copytree(path, folder / path.name)
 
 
-def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConfig:
-    """Return settings that hold all of the model, and plan the batch sizes that its config.pbtxt leads to."""
-    planned = tuple(sorted({b for b in config.batch_sizes if b < max_batch} | {max_batch}))
+def _loading(config: ServeConfig, repository: Path, max_batch: int | None) -> ServeConfig:
+    """Return settings that hold all of the model, and plan the batch sizes that its config.pbtxt leads to.
+
+    `max_batch` is the maximum of a config.pbtxt that is still to be written; None if the entry has one.
+    """
+    planned = None
+    if max_batch is not None and max_batch > 1:
+        planned = tuple(sorted({b for b in DEFAULT_BATCHES if b < max_batch} | {max_batch}))
     return replace(
         config,
         repository=repository,
@@ -213,7 +218,7 @@ def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConf
         layout="resident",
         engine="in-process",
         is_trial=True,
-        batch_sizes=planned if max_batch > 1 else config.batch_sizes,
+        batch_sizes=planned,
     )
 
 
