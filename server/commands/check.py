@@ -13,6 +13,7 @@ from cohabit.planner.errors import format_bytes
 from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
 from cohabit.server.config.sources import config_of, given, typed
 from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
+from cohabit.server.repository.scan import find
 
 if TYPE_CHECKING:
     from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
@@ -51,6 +52,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Check a model. Returns 0 if it can be served, in every memory size that was given; else 1."""
     settings = given(options, (*MEASURING, "batch_sizes"))
     config = config_of({"repository": str(options.model), "memory": "1B", **settings})
+    if not options.model.exists():
+        find(options.model)  # raises
     with errors.status(Text(f"{options.model}: starting torch")) as status:
         from cohabit.server.deploy.servability import report
 

@@ -3,6 +3,7 @@
 import inspect
 import io
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -26,6 +27,10 @@ _LEAST_RANGE = 3
 _SEQUENCE = "sequence"
 _LEAST_TOKENS = (1, 2)
 """Smallest dynamic sequence lengths, in the order tried: some models handle one token as a special case."""
+
+
+_FIXED_SIZE = re.compile(r"marked L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic but .*?constant \((\d+)\)", re.DOTALL)
+"""torch.export's text for a dynamic dimension of which the module takes one size."""
 
 
 class OneLengthOnly(ImportFailed):
@@ -68,6 +73,12 @@ def why_not_exported(error: Exception, way_out: str) -> str:
         return str(error)
     if "data-dependent" in str(error):
         return f"what it computes depends on values, in {_own_line(error)}; change it (torch.where, torch.cond)"
+    if (fixed := _FIXED_SIZE.search(str(error))) is not None:
+        name, axis, size = fixed.groups()
+        return (
+            f"dimension {axis} of input {name} is declared as dynamic, and the module works for one size of it only"
+            f" ({size} was tried), as an LSTM or a loop over the dimension does; declare a number instead of -1"
+        )
     return f"{reason_of(error)}. {way_out}"
 
 
