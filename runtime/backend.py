@@ -59,6 +59,10 @@ class ProgramRunner(Protocol[P_contra]):
         """Why the device is lost; None while it works."""
         ...
 
+    def foresee(self, program: P_contra) -> None:
+        """Note that a program is expected to run after the next one, so that its copies may begin meanwhile."""
+        ...
+
     def run(
         self,
         program: P_contra,
@@ -93,6 +97,14 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         """Copy a program's initial residents in and wait for them. Returns the seconds. Raises DeviceError.
 
         `on_recording` receives a recording of the copies, if the device knows their times.
+        """
+        ...
+
+    def begin_load(self, program: P_contra) -> Callable[[], float]:
+        """Begin to copy a program's initial residents in, while other programs run. Their bytes must be free.
+
+        The returned function waits for them, returns the seconds that it waited, and raises DeviceError. It must be
+        called before the program is run or loaded. A device may make all copies in that call.
         """
         ...
 

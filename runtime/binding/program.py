@@ -53,6 +53,10 @@ def _call_group(computes: Sequence[ComputeStep[Call]]) -> CallGroup:
     return CallGroup(computes[0], tuple(call for step in computes for call in step.calls), len(computes))
 
 
+Residence = tuple[str, tuple[tuple[int, int | None], ...]]
+"""A model's name, and where its residents are: each one's tensor and offset in the arena. Key of the executors' state:
+a model that moves has another one, and what is still copied to its old addresses belongs to the old one."""
+
 HAND_OVER_S, LEAST_BETWEEN_S = 50e-6, 250e-6
 """Seconds: cost of a copy in a separate thread, for waking it and sharing the interpreter, and computation between two
 copies that hides this cost."""
@@ -63,7 +67,7 @@ class Program:
     """A draft bound to addresses, with all that an executor needs for one inference."""
 
     name: str
-    """Key of the executors' state: programs of one name share residents. The model's name is `graph.name`."""
+    """Programs of one name share residents that have the same addresses. The model's name is `graph.name`."""
     draft: Draft
     computes: tuple[ComputeStep[Call], ...]
     swap_ins: tuple[SwapStep, ...]
@@ -78,6 +82,7 @@ class Program:
     epilogue: int
     """Index of the first swap-in after the last compute step."""
     call_groups: tuple[CallGroup, ...] = field(init=False)
+    residence: "Residence" = field(init=False)
     link_bytes: int = field(init=False)
     copies_inline: bool = field(init=False)
     """Whether the CPU's compute lane makes the copies itself, right before the op that reads them."""
@@ -89,6 +94,7 @@ class Program:
         object.__setattr__(self, "call_groups", tuple(joined))
         link_bytes = sum(s.nbytes for s in self.swap_ins) + sum(s.nbytes for s in self.swap_outs)
         object.__setattr__(self, "link_bytes", link_bytes)
+        object.__setattr__(self, "residence", (self.name, tuple((s.tensor, s.offset) for s in self.residents)))
 
     def _copies_are_short(self) -> bool:
         """Whether copies, and the ops between them, are too short to pay for a separate thread."""

@@ -6,7 +6,7 @@ finished, and an event is a value of a counter.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -17,7 +17,7 @@ from cohabit.planner.plan import Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
-from cohabit.runtime.binding.program import CallGroup, Program
+from cohabit.runtime.binding.program import CallGroup, Program, Residence
 from cohabit.runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
 from cohabit.runtime.errors import DeviceError, StoreChanged
 from cohabit.runtime.lowering.slots import Frame
@@ -29,7 +29,7 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(slots=True)
 class _Restored:
-    """A model's last run, and the ticket of each resident that it restores."""
+    """A residence's last run, and the ticket of each resident that it restores."""
 
     run: LaneRun
     tickets: dict[int, int]
@@ -48,10 +48,10 @@ class CpuExecutor:
         self._swap_out = SwapLane("swap-out", self._computes)
         self._swap_in.pair(lambda run, count: self._swap_out.done.wait(run.swap_out_ticket(count)))
         self._swap_out.pair(lambda run, count: self._swap_in.done.wait(run.swap_in_ticket(count)))
-        self._restored: dict[str, _Restored] = {}
+        self._restored: dict[Residence, _Restored] = {}
         self._lost: str | None = None
-        self._stale: set[str] = set()
-        """Models whose residents may be wrong: a copy failed, or another model used their memory."""
+        self._stale: set[Residence] = set()
+        """Residents that may be wrong: a copy failed, or another model used their memory."""
 
     def __enter__(self) -> "CpuExecutor":
         self.start()
@@ -86,20 +86,34 @@ class CpuExecutor:
 
         `on_recording` gets a recording of the copies. Raises DeviceError if the store cannot be read.
         """
-        self._restored.pop(program.name, None)
-        for tensor in program.offloaded:
-            tensor.reset()
         recording = None if on_recording is None else Recording(program)
-        run = self._new_run(recording)
-        self._swap_in.submit(run, program.residents)
-        self.settle()
-        if run.error is not None:
-            self._note_loss(run.error)
-            raise DeviceError(f"a copy from the store failed: {run.error}") from run.error
+        seconds = self.begin_load(program, recording)()
         if on_recording is not None and recording is not None:
             on_recording(recording)
-        self._stale.discard(program.name)
-        return time.perf_counter() - run.start_s
+        return seconds
+
+    def begin_load(self, program: Program, recording: Recording | None = None) -> Callable[[], float]:
+        """Queue the copies of a program's residents. See `runtime.backend.ProgramExecutor`."""
+        self._restored.pop(program.residence, None)
+        for tensor in program.offloaded:
+            tensor.reset()
+        run = self._new_run(recording)
+        self._swap_in.submit(run, program.residents)
+        ticket = self._swap_in.submitted
+
+        def wait() -> float:
+            start_s = time.perf_counter()
+            self._swap_in.done.wait(ticket)
+            if run.error is not None:
+                self._note_loss(run.error)
+                raise DeviceError(f"a copy from the store failed: {run.error}") from run.error
+            self._stale.discard(program.residence)
+            return time.perf_counter() - start_s
+
+        return wait
+
+    def foresee(self, program: Program) -> None:
+        """Do nothing: residents are loaded, and plans swap in to workspace, which the running program uses."""
 
     def load_in_pieces(self, programs: Sequence[Program]) -> Iterator[None]:
         """Load the residents that one model's programs share, about `PIECE_BYTES` per step of the iterator.
@@ -120,11 +134,15 @@ class CpuExecutor:
             self.load(replace(programs[0], name=name, residents=tuple(piece)))
 
     def invalidate(self, program: Program) -> None:
-        """Mark a model's residents as invalid: its next run loads them first."""
-        self._stale.add(program.name)
+        """Mark a program's residents as invalid: its next run loads them first."""
+        self._stale.add(program.residence)
 
     def release(self, program: Program) -> None:
-        """Release a program's spill buffers."""
+        """Release a program that will not run again: its spill buffers, after its copies."""
+        self.settle()
+        restored = self._restored.pop(program.residence, None)
+        if restored is not None and not restored.run.failed.isdisjoint(restored.tickets):
+            self._stale.add(program.residence)  # another program may have the same residents
         for tensor in program.offloaded:
             tensor.close()
 
@@ -139,8 +157,8 @@ class CpuExecutor:
     def finish(self, program: Program) -> None:
         """Wait for the copies of a program's last run. Raises DeviceError if one failed."""
         self.settle()
-        if program.name in self._restored:
-            restored = self._restored[program.name]
+        if program.residence in self._restored:
+            restored = self._restored[program.residence]
             self._raise_if_failed(program, restored.run, restored)
 
     def run(
@@ -158,7 +176,7 @@ class CpuExecutor:
         """
         torch.get_num_threads()  # OpenMP's setting is per thread; this call makes torch apply its own
         # Residents first: stale ones are wrong, and those about to be saved unread may still be on their way.
-        if program.name in self._stale:
+        if program.residence in self._stale:
             self.load(program, on_recording=on_recording)
         if program.offloaded and program.saves_unread_residents:
             self.settle()
@@ -175,7 +193,7 @@ class CpuExecutor:
                 ].clone()  # the caller's tensor keeps its bytes
             offloaded.start(frame)
         # `_submit` replaces the last run, whose restores this run still waits for.
-        restored = self._restored.get(program.name)
+        restored = self._restored.get(program.residence)
         self._submit(program, run)
         try:
             with torch.inference_mode():
@@ -219,7 +237,7 @@ class CpuExecutor:
             self._swap_out.submit(run, program.swap_outs)
         if program.swap_ins or program.swap_outs:
             tickets = {tensor: run.swap_in_ticket(index + 1) for tensor, index in program.draft.restored.items()}
-            self._restored[program.name] = _Restored(run, tickets)
+            self._restored[program.residence] = _Restored(run, tickets)
 
     def _settle_offloaded(self, program: Program, run: LaneRun) -> None:
         """Wait until no lane uses offloaded activations, and drop them, also after a failure.
@@ -280,7 +298,7 @@ class CpuExecutor:
         if error is None and restored is not None and not restored.run.failed.isdisjoint(restored.tickets):
             error = restored.run.error
         if error is not None:
-            self._stale.add(program.name)
+            self._stale.add(program.residence)
             self._note_loss(error)
             raise DeviceError(f"{program.graph.name}: a copy failed: {error}") from error
 

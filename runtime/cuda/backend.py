@@ -89,8 +89,6 @@ class CudaBackend:
 
     def staged(self, source: HostStore[HostBytes], manifest: Manifest) -> StagedStore:
         """Return a store whose copies pass through the staging ring."""
-        for executor in self._executors:
-            executor.settle()
         return StagedStore(source, manifest, self.driver, self._ring, self.pinned_memory)
 
     def measure(
@@ -103,11 +101,16 @@ class CudaBackend:
         quick: bool = False,
         known_only: bool = False,
     ) -> tuple[Lowered, dict[Bucket, Profile]]:
-        """Measure everything, on separate streams. `quick` is ignored: plans need the scratch, which takes as long."""
+        """Measure everything, on separate streams. `quick` is ignored: plans need the scratch, which takes as long.
+
+        Measuring allocates, and synchronises the device. In an engine that serves, lanes therefore wait for it if they
+        capture, or issue op by op.
+        """
         if self._measuring is None:
             self._measuring = CudaExecutor(Streams.of(self.driver), self._shared)
         pinned, executor = self.pinned_memory, self._measuring
-        return measured(self, executor, pinned, lowered, store, cache, on_progress, known_only=known_only)
+        with self._shared.exclusive:
+            return measured(self, executor, pinned, lowered, store, cache, on_progress, known_only=known_only)
 
     def build(
         self,

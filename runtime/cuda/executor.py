@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.plan import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.binding.offloaded import OffloadedTensor
+from cohabit.runtime.binding.program import Residence
 from cohabit.runtime.cuda.api import CapturedGraph, Driver
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
 from cohabit.runtime.cuda.issue import IssueThread, Streams, issue_inference
@@ -71,8 +72,8 @@ class CudaExecutor:
         self._issue_thread = IssueThread()
         self._transfers = Transfers(streams)
         self._began, self._answered = self._driver.event(timed=True), self._driver.event(timed=True)
-        self._stale: set[str] = set()
-        """Models whose residents may be invalid: a copy or kernel failed, or another model used their memory."""
+        self._stale: set[Residence] = set()
+        """Residents that may be invalid: a copy or kernel failed, or another model used their memory."""
         self._admitted: list[CudaProgram] = []
 
     @property
@@ -113,7 +114,7 @@ class CudaExecutor:
         little memory.
         """
         start = time.perf_counter()
-        is_stale = program.name in self._stale
+        is_stale = program.residence in self._stale
         self._load_residents(program)
         if program.admission.pool is None:
             with self._shared.exclusive:
@@ -121,6 +122,13 @@ class CudaExecutor:
         elif program.has_pooled_weights:
             self._load_pool(program, is_stale=is_stale)
         return time.perf_counter() - start
+
+    def begin_load(self, program: CudaProgram) -> Callable[[], float]:
+        """Return `load`: nothing is copied while other programs run."""
+        return partial(self.load, program)
+
+    def foresee(self, program: CudaProgram) -> None:
+        """Do nothing: residents are loaded, and plans swap in to workspace, which the running program uses."""
 
     def load_in_pieces(self, programs: Sequence[CudaProgram]) -> Iterator[None]:
         """Load and admit one program per step of the iterator."""
@@ -135,11 +143,11 @@ class CudaExecutor:
             self._adopt_thread()
             graph = program.admission.residents
             pieces = pieces_of(program, program.schedule.residents) if graph is None else [graph.replay]
-            transfer = self._transfers.issue(program.name, pieces)
-            self._transfers.take(program.name)
+            transfer = self._transfers.issue(program.residence, pieces)
+            self._transfers.take(program.residence)
             self._driver.synchronize(transfer.event)
             _raise_if_failed(program, transfer)
-            self._stale.discard(program.name)
+            self._stale.discard(program.residence)
 
     def _load_pool(self, program: CudaProgram, *, is_stale: bool = False) -> None:
         """Load the residents without an address into the pool, in place where they are allocated."""
@@ -230,9 +238,9 @@ class CudaExecutor:
             self._adopt_thread()
         start = time.perf_counter()
         # Residents first: a failed epilogue leaves wrong bytes, and moved residents change the pool's layout.
-        epilogue = self._transfers.take(program.name)
+        epilogue = self._transfers.take(program.residence)
         is_restored = epilogue is None or epilogue.error is None
-        if program.admission.pool is None or program.name in self._stale or not is_restored:
+        if program.admission.pool is None or program.residence in self._stale or not is_restored:
             self.load(program)
             epilogue = None
         elif program.admission.moved:
@@ -327,9 +335,9 @@ class CudaExecutor:
         commands = program.schedule.epilogue
         if watch is not None:
             perform = watch.timing(program.performing(self._driver, []))
-            self._transfers.issue(program.name, [partial(perform, command) for command in commands])
+            self._transfers.issue(program.residence, [partial(perform, command) for command in commands])
         elif commands:
-            self._transfers.submit(program.name, pieces_of(program, commands))
+            self._transfers.submit(program.residence, pieces_of(program, commands))
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
@@ -426,15 +434,18 @@ class CudaExecutor:
             )
 
     def invalidate(self, program: CudaProgram) -> None:
-        """Note that a model's residents are not in place: its next run loads them first."""
-        self._stale.add(program.name)
+        """Note that a program's residents are not in place: its next run loads them first."""
+        self._stale.add(program.residence)
 
     def release(self, program: CudaProgram) -> None:
-        """Release the graphs, the pool and the buffers of a program that will not run again."""
+        """Release the graphs, the pool and the buffers of a program that will not run again, after its transfers."""
         if self._shared.lost is not None:
             return  # a lost device releases memory only when the process ends
         self.settle()
         self._admitted = [p for p in self._admitted if p is not program]
+        if all(p.residence != program.residence for p in self._admitted):
+            self._transfers.take(program.residence)
+            self._stale.discard(program.residence)
         with self._shared.exclusive:
             program.close(self._driver)
             self._shared.note_memory(self._driver)
@@ -447,7 +458,7 @@ class CudaExecutor:
         try:
             yield
         except Exception as error:
-            self._stale.add(program.name)
+            self._stale.add(program.residence)
             with self._shared.exclusive:
                 traceback.clear_frames(error.__traceback__)  # frees activations of the failed run
                 is_working = self._driver.is_working()

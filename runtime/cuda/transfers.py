@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+from cohabit.runtime.binding.program import Residence
 from cohabit.runtime.cuda.api import Event
 from cohabit.runtime.cuda.commands import Commands
 from cohabit.runtime.cuda.issue import Streams
@@ -27,7 +28,7 @@ _PIECE_BYTES = 8 << 20
 
 @dataclass(slots=True)
 class Transfer:
-    """One model's restore."""
+    """A restore of one residence."""
 
     event: Event
     """Reached when all issued copies have ended."""
@@ -37,32 +38,34 @@ class Transfer:
 
 
 class Transfers:
-    """Restores in progress, by model."""
+    """Restores in progress, by residence.
+
+    A restore is never replaced or forgotten before it is issued, and pieces issued at once come after those of all
+    earlier restores. Bytes that a model has left are therefore written before the next owner's load.
+    """
 
     def __init__(self, streams: Streams, clock: Callable[[], float] = time.monotonic) -> None:
         self._streams = streams
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "restore")
-        self._pending: dict[str, Transfer] = {}
+        self._pending: dict[Residence, Transfer] = {}
         self._changed = threading.Condition()
         self._paused_until_s = 0.0
 
-    def submit(self, model: str, pieces: Sequence[Piece]) -> None:
+    def submit(self, residence: Residence, pieces: Sequence[Piece]) -> None:
         """Issue pieces in the background, in order."""
-        transfer = Transfer(self._streams.driver.event(), deque(pieces))
-        self._pending[model] = transfer
-        self._thread.submit(self._work, transfer)
+        self._thread.submit(self._work, self._new(residence, pieces))
 
-    def issue(self, model: str, pieces: Sequence[Piece]) -> Transfer:
-        """Issue pieces at once. The model's next `take` returns the transfer."""
-        transfer = Transfer(self._streams.driver.event(), deque(pieces))
-        self._pending[model] = transfer
+    def issue(self, residence: Residence, pieces: Sequence[Piece]) -> Transfer:
+        """Issue pieces at once, after all earlier transfers. The residence's next `take` returns the transfer."""
+        self.flush()
+        transfer = self._new(residence, pieces)
         self._issue_rest(transfer)
         return transfer
 
-    def take(self, model: str) -> Transfer | None:
-        """Return a model's last transfer, fully issued; None if there was none since the last call."""
-        transfer = self._pending.pop(model, None)
+    def take(self, residence: Residence) -> Transfer | None:
+        """Return a residence's last transfer, fully issued; None if there was none since the last call."""
+        transfer = self._pending.pop(residence, None)
         if transfer is not None:
             self._issue_rest(transfer)
         return transfer
@@ -71,6 +74,11 @@ class Transfers:
         """Issue the remaining pieces of every transfer."""
         for transfer in self._pending.values():
             self._issue_rest(transfer)
+
+    def _new(self, residence: Residence, pieces: Sequence[Piece]) -> Transfer:
+        self.take(residence)
+        transfer = self._pending[residence] = Transfer(self._streams.driver.event(), deque(pieces))
+        return transfer
 
     def close(self) -> None:
         self.flush()

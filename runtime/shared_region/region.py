@@ -5,7 +5,7 @@ has the copies, and the steps that each waits for.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
@@ -118,6 +118,21 @@ class ParameterRegion:
             offsets = self._place_model(uses)
         return self._walk(uses, offsets, prefetch)
 
+    def plan_ahead(self, uses: ParameterUses, running: str) -> FetchPlan | None:
+        """Plan the copies of a whole model while another one runs.
+
+        None if nothing is missing, or if the copies would need the running model's bytes.
+        """
+        if all((uses.model, segment) in self.held for segment in uses.nbytes):
+            return None
+        free = self._free.copy()
+        for (model, _), (offset, nbytes) in self.held.items():
+            if model != running:
+                free.release(offset, nbytes)
+        if self._free_placement(free, uses) is None:
+            return None
+        return self.plan_run(uses)  # the running model is the most recently used one, so it is not evicted
+
     def forget(self, model: str) -> None:
         """Evict a model's parameters, such as after a failed copy."""
         for key in [key for key in self.held if key[0] == model]:
@@ -132,18 +147,18 @@ class ParameterRegion:
     def _place_model(self, uses: ParameterUses) -> Mapping[int, int]:
         """Evict least recently used models until this one fits: at an earlier placement, in one piece, or in pieces."""
         earlier = self._earlier.setdefault(uses.model, deque(maxlen=PLACEMENTS_KEPT))
-        while (offsets := self._free_placement(uses, earlier)) is None:
+        while (offsets := self._free_placement(self._free, uses)) is None:
             self.forget(next(iter(self.held))[0])
         if offsets in earlier:
             earlier.remove(offsets)
         earlier.appendleft(offsets)
         return offsets
 
-    def _free_placement(self, uses: ParameterUses, earlier: Iterable[dict[int, int]]) -> dict[int, int] | None:
-        for offsets in earlier:
-            if all(self._free.has(offsets[s], nbytes) for s, nbytes in uses.nbytes.items() if nbytes):
+    def _free_placement(self, free: FreeList, uses: ParameterUses) -> dict[int, int] | None:
+        for offsets in self._earlier.get(uses.model, ()):
+            if all(free.has(offsets[s], nbytes) for s, nbytes in uses.nbytes.items() if nbytes):
                 return offsets
-        return _in_one_piece(self._free.copy(), uses) or _in_pieces(self._free.copy(), uses)
+        return _in_one_piece(free.copy(), uses) or _in_pieces(free.copy(), uses)
 
     def _walk(self, uses: ParameterUses, offsets: Mapping[int, int], prefetch: bool) -> FetchPlan:
         run = _RunState(uses)

@@ -2,12 +2,13 @@
 
 - `time_shared`: one model at a time, copied as a whole before the run (SwapAdvisor's baseline)
 - `pipelined`: one model at a time, copied layer by layer while it computes (PipeSwitch)
-- `lru`: whole models, least recently used ones evicted (Clockwork, Ray's multiplexing)
+- `lru`: whole models, least recently used ones evicted; the next one is copied while another one computes (as Clockwork
+  and the replicas of Ray's multiplexing do, without their controllers)
 - `on_demand`: parameters, least recently used ones evicted (SwapAdvisor's ODSwap)
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.recording import OnRecording
-from cohabit.runtime.shared_region.region import PLACEMENTS_KEPT, FetchPlan, Keeps, ParameterRegion
+from cohabit.runtime.shared_region.region import PLACEMENTS_KEPT, FetchPlan, Keeps, ParameterRegion, ParameterUses
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 PROGRAMS_KEPT = PLACEMENTS_KEPT
@@ -62,6 +63,14 @@ class _SharedModel:
     """The program that was loaded first; on CUDA it holds the pool of programs that are not kept."""
 
 
+@dataclass(frozen=True, slots=True)
+class _LoadedAhead:
+    """A model that is copied in while another one runs."""
+
+    wait: Callable[[], float]
+    nbytes: int
+
+
 class SharedRegion:
     """Runs programs of models that share a region, by the backend's own executor. Belongs to the engine's thread.
 
@@ -80,6 +89,9 @@ class SharedRegion:
         self._arena = arena
         self._models: dict[tuple[str, Bucket], _SharedModel] = {}
         self._have_run: set[str] = set()
+        self._foreseen: Program | None = None
+        self._ahead: dict[str, _LoadedAhead] = {}
+        """By model: the load that its next run waits for."""
 
     @property
     def lost(self) -> str | None:
@@ -101,6 +113,10 @@ class SharedRegion:
         if relocatable.is_admitted:
             self._admit(model)
         return relocatable.unplaced
+
+    def foresee(self, program: Program) -> None:
+        """See `runtime.backend.ProgramRunner`. If whole models stay, this one is copied in during the next run."""
+        self._foreseen = program
 
     def _admit(self, model: _SharedModel) -> None:
         """Load a model's programs for both cases: to be fetched, and already in the region."""
@@ -124,11 +140,16 @@ class SharedRegion:
         model = self._models[program.name, program.bucket]
         uses = model.relocatable.uses
         prefetch = self._sharing.arrives != "on demand" or program.name in self._have_run
-        fetch_plan = self.region.plan_run(uses, prefetch=prefetch)
+        foreseen, self._foreseen = self._foreseen, None
+        ahead = self._ahead.pop(program.name, None)
         try:
+            waited_s = 0.0 if ahead is None else ahead.wait()
+            fetch_plan = self.region.plan_run(uses, prefetch=prefetch)
             placed = self._program(model, fetch_plan)
-            must_load = self._sharing.blocking and fetch_plan.fetches
-            waited_s = self._executor.load(placed, on_recording=on_recording) if must_load else 0.0
+            if self._sharing.blocking and fetch_plan.fetches:
+                waited_s += self._executor.load(placed, on_recording=on_recording)
+            if foreseen is not None:
+                self._load_ahead(foreseen, program.name)
             result = self._executor.run(placed, inputs, traced=traced, on_recording=on_recording)
         except BaseException:
             self.region.forget(program.name)
@@ -136,8 +157,18 @@ class SharedRegion:
         self._have_run.add(program.name)
         result.latency_s += waited_s
         result.stall_s += waited_s
-        result.link_bytes = sum(uses.nbytes[fetch.segment] for fetch in fetch_plan.fetches)
+        result.link_bytes = _bytes_of(uses, fetch_plan) + (0 if ahead is None else ahead.nbytes)
         return result
+
+    def _load_ahead(self, program: Program, running: str) -> None:
+        """Begin to copy a model in, unless that needs the bytes of the running one."""
+        if self._sharing.keeps != "models" or program.name in self._ahead:
+            return
+        model = self._models[program.name, program.bucket]
+        uses = model.relocatable.uses
+        if (fetch_plan := self.region.plan_ahead(uses, running)) is not None:
+            wait = self._executor.begin_load(self._program(model, fetch_plan))
+            self._ahead[program.name] = _LoadedAhead(wait, _bytes_of(uses, fetch_plan))
 
     def capture(self, program: Program) -> Capture | None:
         """Return how a model's programs are issued. Any thread."""
@@ -176,3 +207,7 @@ class SharedRegion:
                     self._executor.release(oldest)
         programs.move_to_end(fetch_plan)
         return programs[fetch_plan]
+
+
+def _bytes_of(uses: ParameterUses, fetch_plan: FetchPlan) -> int:
+    return sum(uses.nbytes[fetch.segment] for fetch in fetch_plan.fetches)

@@ -202,9 +202,9 @@ class Migrator:
                 model = models[step.owner]
                 self._lanes[model.lane].pause(model.key)
                 partitions.release(step.owner)
-        if partitions.lanes > 1:  # with a single lane, background work is executed in order anyway
-            for lane in sorted({models[s.owner].lane for s in steps if isinstance(s, ReleaseForMove)}):
-                await self._lanes[lane].call_on_lane(self._memory.executors[lane].settle)
+        # Their restores end before other models get the bytes, or a workspace grows over them.
+        for lane in sorted({models[s.owner].lane for s in steps if isinstance(s, ReleaseForMove)}):
+            await self._lanes[lane].call_on_lane(self._memory.executors[lane].settle)
         partitions.grow_workspace(resizing.workspace_bytes)
         for step in steps:
             if not isinstance(step, ReleaseForMove):
@@ -213,10 +213,18 @@ class Migrator:
                 await self._move(model, resizing.plans.get(step.owner, model.found), programs[step.owner])
 
     async def _move(self, model: Model, found: PlansFound, programs: Programs) -> None:
-        """Pause a model, switch it to new programs, load their residents, then resume it."""
-        lane = self._lanes[model.lane]
+        """Pause a model, switch it to new programs, load their residents, then resume it.
+
+        Restores by the old programs end first: another model may get their bytes next, on another lane.
+        """
+        lane, executor = self._lanes[model.lane], self._memory.executors[model.lane]
+
+        def switch() -> None:
+            executor.settle()
+            model.servable.switch(programs)
+
         lane.pause(model.key)
-        await lane.call_on_lane(lambda: model.servable.switch(programs))
+        await lane.call_on_lane(switch)
         await lane.perform(self._memory.resident_load(programs, model.lane))
         self._switched(model, found)
         lane.resume(model.key)

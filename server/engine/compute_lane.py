@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from cohabit.server.engine.device_thread import BackgroundWork, DeviceThread, LoadedServable, Outcome, PendingWork
 from cohabit.server.engine.execution import Servable
 from cohabit.server.engine.sequences import Sequences, StateMemory
+from cohabit.server.engine.turns import Turns
 from cohabit.server.errors import (
     ExecutionFailed,
     ModelNotFound,
@@ -59,6 +60,8 @@ class ComputeLane:
         """Why the lane can no longer execute, or None while the device works."""
         self._waiting: dict[Ticket, asyncio.Future[tuple[Answer, float]]] = {}
         """Each request's answer and end of execution. Cancelled requests stay until they have been executed."""
+        self._turns = Turns()
+        self._ending_sequences: set[asyncio.Task[None]] = set()
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_s = math.inf
         self.draining = False
@@ -147,16 +150,11 @@ class ComputeLane:
         Overloaded, RequestTimedOut, Refused, ModelNotFound, ExecutionFailed, or the servable's InvalidRequest.
         """
         self._require_running()
+        await self._turns.begin(request)
         try:
-            with self.device.changed:
-                ticket = self._scheduler.submit(time.monotonic(), request)
-                if (sequences := self._sequences_of(ticket)) is not None:
-                    sequences.enter(request)
-                if on_spans is not None:
-                    self.device.on_spans[ticket] = on_spans
-                self.device.changed.notify()
-        except RequestTimedOut:
-            self._count_failure(self._current[request.model], "REJECTED", 0.0)
+            ticket = self._submit(request, on_spans)
+        except BaseException:
+            self._turns.drop(request)
             raise
         future: asyncio.Future[tuple[Answer, float]] = self._loop.create_future()
         self._waiting[ticket] = future
@@ -164,11 +162,37 @@ class ComputeLane:
             self._watch_deadlines()
         try:
             answer, ended_s = await future
+            self._scheduler.answered(time.monotonic() - ended_s)
+            answer = _write_outputs(request, answer)
         except asyncio.CancelledError:
             self._cancel(ticket)
             raise
-        self._scheduler.answered(time.monotonic() - ended_s)
-        return _write_outputs(request, answer)
+        except BaseException:
+            self._turns.drop(request)
+            raise
+        self._turns.answered(request)
+        return answer
+
+    def settle(self, request: Request, *, kept: bool) -> None:
+        """Say whether a request's answer reached its client, or failed on the way.
+
+        To be called for every answer of `infer` to a sequence's request: the next one waits for it. Ignores others.
+        """
+        self._turns.settle(request, kept=kept)
+
+    def _submit(self, request: Request, on_spans: OnSpans | None) -> Ticket:
+        self._require_running()
+        try:
+            with self.device.changed:
+                ticket = self._scheduler.submit(time.monotonic(), request)
+                self._turns.queued(request, self._sequences_of(ticket))
+                if on_spans is not None:
+                    self.device.on_spans[ticket] = on_spans
+                self.device.changed.notify()
+        except RequestTimedOut:
+            self._count_failure(self._current[request.model], "REJECTED", 0.0)
+            raise
+        return ticket
 
     async def ended(self, request: Request) -> None:
         """Wait until a cancelled request no longer uses its buffers."""
@@ -177,18 +201,12 @@ class ComputeLane:
             await self._answered.wait()
 
     def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
-        """Forget a sequence of a model's current load, after the current execution."""
+        """Forget a sequence of a model's current load, after its requests under way."""
         sequences = self.sequences(model)
-        if sequences is None:
-            return
-
-        def forget() -> bool:
-            sequences.forget(sequence)
-            return True
-
-        with self.device.changed:
-            self.device.background.append(PendingWork(forget, lambda error: None))
-            self.device.changed.notify()
+        if sequences is not None:
+            task = asyncio.create_task(self._turns.end_sequence(model, sequence, sequences))
+            self._ending_sequences.add(task)
+            task.add_done_callback(self._ending_sequences.discard)
 
     async def call_on_lane(self, action: Callable[[], _T]) -> _T:
         """Call a function on the lane's thread between two executions. It should take less time than one."""
@@ -290,10 +308,13 @@ class ComputeLane:
         if never_ran:
             self.device.loads[ticket.load_number].statistics.cancelled()
             self._forget(ticket)
+        if ticket not in self._waiting:
+            self._turns.drop(ticket.request)
 
     def _resolve(self, ticket: Ticket, outcome: tuple[Answer, float] | RequestError) -> None:
         future = self._forget(ticket)
         if future is None or future.done():
+            self._turns.drop(ticket.request)
             return
         if isinstance(outcome, RequestError):
             future.set_exception(outcome)
@@ -304,10 +325,7 @@ class ComputeLane:
         """Remove a completed request, and return its future unless it was already removed."""
         self.device.on_spans.pop(ticket, None)
         self._answered.set()
-        future = self._waiting.pop(ticket, None)
-        if future is not None and (sequences := self._sequences_of(ticket)) is not None:
-            sequences.leave(ticket.request)
-        return future
+        return self._waiting.pop(ticket, None)
 
     def _sequences_of(self, ticket: Ticket) -> Sequences | None:
         load = self.device.loads.get(ticket.load_number)

@@ -60,12 +60,12 @@ class LoadedServable:
     """Sequences of its requests; None for a model without sequences."""
 
     def execute(self, tickets: Sequence[Ticket], on_recording: "OnRecording | None" = None) -> Answer:
-        """Execute requests together. For a model with sequences, keeps the resulting states."""
+        """Execute requests together. For a model with sequences, keeps the resulting states until they are settled."""
         rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
             return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, on_recording)
         answer = self.servable.execute([self.sequences.inputs_of(tickets)], rows, on_recording)
-        self.sequences.keep(tickets, answer.outputs, time.monotonic())
+        self.sequences.keep(tickets, answer.outputs)
         return answer
 
 
@@ -121,10 +121,14 @@ class DeviceThread:
             self._background_is_next = batch is not None
             # Under the lock: once the batch has left its queue, the event loop may forget the load.
             load = None if batch is None else self.loads[batch.tickets[0].load_number]
+            upcoming = None if batch is None else self.scheduler.upcoming()
+            following = None if upcoming is None else self.loads[upcoming.tickets[0].load_number]
             if batch is None and pending is None and not self.stopped:
                 wait_s = self.scheduler.wake_s(now_s) - now_s
                 self.changed.wait(None if wait_s == math.inf else max(wait_s, 0.0))
         if batch is not None and load is not None:
+            if upcoming is not None and following is not None:
+                following.servable.foresee(upcoming.tickets[0].request.inputs, upcoming.rows)
             self._execute(batch, load)
             self.executing = (0.0, 0.0)
         elif pending is not None:

@@ -35,6 +35,13 @@ class Servable(Protocol):
         """How executions are issued on a device with graphs, by bucket. Any thread."""
         ...
 
+    def foresee(self, inputs: Inputs, rows: int) -> None:
+        """Note that rows like these are expected to be executed next, after the next execution of any model.
+
+        Compute lane's thread.
+        """
+        ...
+
     def execute(self, requests: Sequence[Inputs], rows: int, on_recording: "OnRecording | None" = None) -> Answer:
         """Run one execution, on the compute lane's thread. `on_recording` receives the spans of the device's lanes.
 

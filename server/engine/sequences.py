@@ -1,13 +1,15 @@
 """States of sequences between their requests.
 
-A model's program is a pure function: it takes states as inputs and returns the next ones as outputs. Therefore, a
-failed request leaves its sequence unchanged, and states can be kept in any memory.
+A model's program is a pure function: it takes states as inputs and returns the next ones as outputs. An execution makes
+a sequence's next state, which replaces the present one when the request's answer has been written. Therefore, a failed
+request leaves its sequence unchanged, wherever it fails.
 """
 
 import threading
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from weakref import WeakSet
 
 import numpy as np
@@ -25,36 +27,59 @@ _INITIAL_CAPACITY = 16
 """Initial capacity of a growing state, in entries."""
 _CAPACITY_STEP = 64
 """Growing states are padded to a multiple of this, so that consecutive executions can share one buffer."""
+_EVICTABLE_S = 1.0
+"""Seconds without a request after which a sequence may be forgotten for the sake of others."""
 
 
 class StateMemory:
-    """Limits the memory for the states of all loaded models. Thread-safe."""
+    """The memory for the states of all loaded models: limited, and shared by their sequences. Thread-safe.
 
-    def __init__(self, limit_bytes: int) -> None:
+    A sequence is forgotten when it has been idle for as long as its model allows, whether its model is used or not, and
+    earlier if others need the memory: the least recently used one of all models first.
+    """
+
+    def __init__(self, limit_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self.clock = clock
+        self.lock = threading.RLock()
+        """Guards the sequences of all loads."""
         self._loads: WeakSet[Sequences] = WeakSet()
 
     def add(self, load: "Sequences") -> None:
         """Count the sequences of one load of a model, for as long as that load exists."""
-        with self._lock:
+        with self.lock:
             self._loads.add(load)
 
     @property
     def used_bytes(self) -> int:
-        with self._lock:
-            return self._used_bytes()
+        with self.lock:
+            return sum(load.nbytes for load in self._loads)
 
-    def take(self, load: "Sequences", nbytes: int) -> bool:
-        """Add bytes (or a negative number) to a load's count. Returns False if memory is full."""
-        with self._lock:
-            if nbytes > 0 and self._used_bytes() + nbytes > self.limit_bytes:
-                return False
-            load.nbytes += nbytes
+    def has_room(self, nbytes: int) -> bool:
+        """Evict idle sequences until `nbytes` are free. Returns False if they do not suffice."""
+        with self.lock:
+            while self.used_bytes + nbytes > self.limit_bytes:
+                if nbytes > self.limit_bytes or not self._evict_one():
+                    return False
             return True
 
-    def _used_bytes(self) -> int:
-        return sum(load.nbytes for load in self._loads)
+    def forget_idle(self) -> None:
+        """Forget every sequence that has been idle for as long as its model allows. Any thread, at intervals."""
+        with self.lock:
+            now_s = self.clock()
+            for load in list(self._loads):
+                load.forget_idle(now_s)
+
+    def _evict_one(self) -> bool:
+        """Forget the least recently used sequence; False if all have been used within `_EVICTABLE_S`."""
+        idle = [(load, id_, known) for load in self._loads for id_, known in load.longest_idle()]
+        if not idle:
+            return False
+        load, id_, known = min(idle, key=lambda one: one[2].used_s)
+        if self.clock() - known.used_s < _EVICTABLE_S:
+            return False
+        load.forget(id_)
+        return True
 
 
 @dataclass(slots=True)
@@ -78,16 +103,30 @@ class _Sequence:
     """Growing states have spare capacity."""
     length: int
     """Number of entries of growing states."""
-    used_s: float
-    """When its last request was executed, by `time.monotonic`."""
+    used_s: float = 0.0
+    """When its last answer was written, by `time.monotonic`."""
 
     @property
     def nbytes(self) -> int:
         return _OVERHEAD_BYTES + sum(array.nbytes for array in self.states)
 
 
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """A sequence's state after an execution, until its answer has been written."""
+
+    sequence: _Sequence | None
+    """None if the sequence ends."""
+    nbytes: int
+    """Bytes counted in addition to those of the present state."""
+
+
 class Sequences:
-    """The sequences of one load of a model. Belongs to its compute lane's thread, except `enter` and `leave`."""
+    """The sequences of one load of a model. `StateMemory.lock` guards their table.
+
+    `enter` and `settle` are called by the event loop, at the beginning and the end of a sequence's turn; `in_rows`,
+    `inputs_of` and `keep` by the compute lane's thread, for an execution.
+    """
 
     def __init__(
         self, info: ModelInfo, rules: SequenceRules, memory: StateMemory, batches: Sequence[int] = ()
@@ -102,8 +141,10 @@ class Sequences:
         """By input."""
         self._known: dict[SequenceId, _Sequence] = {}
         """Least recently used first."""
-        self._waiting: Counter[SequenceId] = Counter()
-        """Number of unanswered requests. Changed by the event loop."""
+        self._under_way: dict[SequenceId, Request] = {}
+        """The request whose turn it is: its sequence is not idle."""
+        self._next: dict[SequenceId, _Next] = {}
+        """Of executed requests whose answers are not written yet."""
         self.nbytes = 0
         """Bytes counted for all these sequences."""
         memory.add(self)
@@ -113,15 +154,28 @@ class Sequences:
         return len(self._known)
 
     def enter(self, request: Request) -> None:
-        """Count a waiting request: its sequence is not idle. Event loop's thread."""
-        self._waiting[_step(request).id] += 1
+        """Begin a request's turn. Its sequence has no other request under way, and stays known until `settle`."""
+        with self._memory.lock:
+            self._under_way[_step(request).id] = request
 
-    def leave(self, request: Request) -> None:
-        """Count a completed request. Event loop's thread."""
-        sequence = _step(request).id
-        self._waiting[sequence] -= 1
-        if not self._waiting[sequence]:
-            del self._waiting[sequence]
+    def settle(self, request: Request, *, kept: bool) -> None:
+        """End a request's turn. Its sequence continues from the state after it if its answer was `kept`."""
+        step = _step(request)
+        with self._memory.lock:
+            if self._under_way.get(step.id) is request:
+                del self._under_way[step.id]
+            after = self._next.pop(step.id, None)
+            if after is None:
+                return
+            if not kept:
+                self.nbytes -= after.nbytes
+                return
+            self._known.pop(step.id, None)
+            if after.sequence is None:
+                self._free_gathered()
+            else:
+                after.sequence.used_s = self._memory.clock()
+                self._known[step.id] = after.sequence
 
     def in_rows(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         """Return the requests in another order: where possible, each in its sequence's row of the last execution."""
@@ -131,8 +185,9 @@ class Sequences:
         row_of = {name: row for row, (name, _) in enumerate(gathered.rows[: len(tickets)])}
         placed: dict[int, Ticket] = {}
         others: list[Ticket] = []
-        for ticket in tickets:
-            known = self._known.get(_step(ticket.request).id)
+        with self._memory.lock:
+            found = [self._known.get(_step(ticket.request).id) for ticket in tickets]
+        for ticket, known in zip(tickets, found, strict=True):
             row = None if known is None else row_of.get(known.name)
             if row is None:
                 others.append(ticket)
@@ -146,7 +201,8 @@ class Sequences:
         They are valid until the next call. Raises InvalidRequest for an unknown sequence, and Overloaded if there is no
         memory for a new one.
         """
-        found = [self._sequence_before(ticket) for ticket in tickets]
+        with self._memory.lock:
+            found = [self._sequence_before(ticket) for ticket in tickets]
         parts: dict[str, list[Array]] = {}
         for ticket, known in zip(tickets, found, strict=True):
             for name, array in ticket.request.inputs.items():
@@ -171,9 +227,8 @@ class Sequences:
         step = _step(ticket.request)
         if not step.start:
             return self._known_sequence(step.id, ticket.arrived_s)
-        self._forget_idle(ticket.arrived_s)
-        known = _Sequence(object(), [state.initial for state in self._rules.states], 0, ticket.arrived_s)
-        if step.id not in self._known and self._memory.used_bytes + known.nbytes > self._memory.limit_bytes:
+        known = _Sequence(object(), [state.initial for state in self._rules.states], 0)
+        if step.id not in self._known and not self._memory.has_room(known.nbytes):
             raise self._memory_full(known.nbytes)
         return known
 
@@ -197,37 +252,60 @@ class Sequences:
             gathered.rows[row] = known.name, known.length
         return gathered.memory if self._batched else gathered.memory[0]
 
-    def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array], now_s: float) -> None:
-        """Keep the states returned by an execution of these requests, one row each: all or none.
+    def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array]) -> None:
+        """Count the states that an execution of these requests returned, one row each, until `settle`: all or none.
 
         Raises InvalidRequest for a state that would grow too far, and Overloaded if memory is full.
         """
-        kept: dict[SequenceId, _Sequence | None] = {}
+        made: dict[SequenceId, _Sequence | None] = {}
         for row, ticket in enumerate(tickets):
             step = _step(ticket.request)
             own = {name: array[row : row + 1] if self._batched else array for name, array in outputs.items()}
             before = None if step.start else self._known[step.id]
-            kept[step.id] = None if step.end else self._sequence_after(step, before, own, now_s)
-        added = sum(sequence.nbytes for sequence in kept.values() if sequence is not None)
-        added -= sum(self._known[sequence].nbytes for sequence in kept if sequence in self._known)
-        if not self._memory.take(self, added):
-            raise self._memory_full(added)
-        for sequence, after in kept.items():
-            self._known.pop(sequence, None)
-            if after is not None:
-                self._known[sequence] = after
-        if not self._known:
-            self._gathered.clear()
+            made[step.id] = None if step.end else self._sequence_after(step, before, own)
+        with self._memory.lock:
+            after = {id_: _Next(sequence, self._added_bytes(id_, sequence)) for id_, sequence in made.items()}
+            added = sum(each.nbytes for each in after.values())
+            if added > 0 and not self._memory.has_room(added):
+                raise self._memory_full(added)
+            for ticket in tickets:
+                step = _step(ticket.request)
+                if self._under_way.get(step.id) is ticket.request:
+                    self._next[step.id] = after[step.id]
+                    self.nbytes += after[step.id].nbytes
+
+    def _added_bytes(self, id_: SequenceId, after: _Sequence | None) -> int:
+        before = self._known.get(id_)
+        return (0 if after is None else after.nbytes) - (0 if before is None else before.nbytes)
 
     def forget(self, sequence: SequenceId) -> None:
-        """Forget a sequence, if it is known."""
-        if (known := self._known.pop(sequence, None)) is not None:
-            self._memory.take(self, -known.nbytes)
+        """Forget a sequence that has no request under way, if it is known."""
+        with self._memory.lock:
+            if (known := self._known.pop(sequence, None)) is not None:
+                self.nbytes -= known.nbytes
+                self._free_gathered()
+
+    def forget_idle(self, now_s: float) -> None:
+        """Forget the sequences without a request for `SequenceRules.idle_s`."""
+        for sequence, known in list(self._idle()):
+            if now_s - known.used_s <= self._rules.idle_s:
+                return
+            self.forget(sequence)
+
+    def longest_idle(self) -> list[tuple[SequenceId, _Sequence]]:
+        """Return the least recently used sequence without a request under way, if there is one."""
+        return list(islice(self._idle(), 1))
+
+    def _idle(self) -> Iterator[tuple[SequenceId, _Sequence]]:
+        """Iterate over the sequences without a request under way, the least recently used first."""
+        return (one for one in self._known.items() if one[0] not in self._under_way)
+
+    def _free_gathered(self) -> None:
         if not self._known:
-            self._gathered.clear()
+            self._gathered = {}
 
     def _sequence_after(
-        self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array], now_s: float
+        self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array]
     ) -> _Sequence:
         """Return a sequence after an execution. `before` stays valid; states with spare capacity are shared."""
         length = 0 if before is None else before.length
@@ -247,7 +325,7 @@ class Sequences:
             array = self._with_capacity(array, state.axis, length, longer)
             _entries(array, state.axis, length, longer)[...] = output
             states.append(array)
-        return _Sequence(object() if before is None else before.name, states, longer, now_s)
+        return _Sequence(object() if before is None else before.name, states, longer)
 
     def _with_capacity(self, array: Array, axis: int, length: int, longer: int) -> Array:
         """Return a growing state with capacity for `longer` entries: `array` itself, or a larger copy."""
@@ -258,22 +336,15 @@ class Sequences:
         _entries(larger, axis, 0, length)[...] = _entries(array, axis, 0, length)
         return larger
 
-    def _forget_idle(self, now_s: float) -> None:
-        """Forget the idle sequences, the oldest first."""
-        for sequence, known in list(self._known.items()):
-            if now_s - known.used_s <= self._rules.idle_s:
-                return
-            if sequence not in self._waiting:
-                self.forget(sequence)
-
     def _known_sequence(self, sequence: SequenceId, arrived_s: float) -> _Sequence:
         known = self._known.get(sequence)
         if known is None or arrived_s - known.used_s > self._rules.idle_s:
             raise SequenceLost(
                 f"inference request for sequence {sequence} to model '{self._model}' must specify the START flag on the"
                 " first request of the sequence. No such sequence is known: a sequence is forgotten when it ends, after"
-                f" {self._rules.idle_s:g} s without a request (max_sequence_idle_microseconds), and when the model is"
-                " reloaded or the engine restarts; begin it again with sequence_start"
+                f" {self._rules.idle_s:g} s without a request (max_sequence_idle_microseconds), earlier if other"
+                " sequences need its memory (--queue-memory), and when the model is reloaded or the engine restarts;"
+                " begin it again with sequence_start"
             )
         return known
 

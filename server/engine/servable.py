@@ -135,6 +135,13 @@ class ProgramServable:
         found = {bucket: self.executor.capture(program) for bucket, program in self.programs.items()}
         return {b: GraphCapture(c.graphs, c.graph_bytes, c.refused) for b, c in found.items() if c is not None}
 
+    def foresee(self, inputs: Inputs, rows: int) -> None:
+        """Tell the device which program is expected to run after the next one, unless that depends on states."""
+        if all(self.inputs[d.input].name in inputs for d in self.dynamic.dimensions):
+            buckets = self._holding(min(rows, max(self.programs).batch), self._sizes(inputs))
+            if buckets:
+                self.executor.foresee(self.programs[min(buckets)])
+
     def execute(self, requests: Sequence[Inputs], rows: int, on_recording: OnRecording | None = None) -> Answer:
         """Run one execution, or several in turn if there are more rows than planned. Compute lane's thread."""
         most = max(self.programs).batch
@@ -241,8 +248,12 @@ class ProgramServable:
 
     def _planned(self, rows: int, sizes: tuple[int, ...]) -> Program:
         """Return the program of the smallest bucket that holds rows of these sizes."""
+        return self.programs[min(self._holding(rows, sizes))]
+
+    def _holding(self, rows: int, sizes: tuple[int, ...]) -> list[Bucket]:
+        """Return the buckets that hold rows of these sizes."""
         least = rows if self.info.max_batch_size else 0
-        return self.programs[min(b for b in self.programs if b.batch >= least and all(map(ge, b.sizes, sizes)))]
+        return [b for b in self.programs if b.batch >= least and all(map(ge, b.sizes, sizes))]
 
 
 def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ...]) -> torch.Tensor:

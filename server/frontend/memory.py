@@ -7,6 +7,7 @@ all unanswered requests (`--queue-memory`).
 import math
 import mmap
 import os
+from collections.abc import Callable
 
 import numpy as np
 
@@ -112,12 +113,16 @@ class RequestMemory(SharedMemory):
 
 
 class Lease:
-    """The blocks of one request, with a reference count; the last `release` frees them."""
+    """The blocks of one request, with a reference count; the last `release` frees them.
+
+    As a context, it lasts from the request's body to its answer. A context that ends with an error has no answer.
+    """
 
     def __init__(self, memory: RequestMemory) -> None:
         self.memory = memory
         self._blocks: dict[int, int] = {}
         self._references = 1
+        self._on_end: list[Callable[[bool], None]] = []
 
     @property
     def nbytes(self) -> int:
@@ -126,8 +131,14 @@ class Lease:
     def __enter__(self) -> "Lease":
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for on_end in self._on_end:
+            on_end(error is None)
         self.release()
+
+    def on_end(self, function: Callable[[bool], None]) -> None:
+        """Call a function at the end of the context: with True if the request has an answer."""
+        self._on_end.append(function)
 
     def take(self, nbytes: int) -> int:
         """Allocate a block with its pages and return its offset in the pool. Raises Overloaded."""

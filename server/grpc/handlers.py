@@ -14,6 +14,7 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 from cohabit.server.errors import ONLY_INFERENCE, too_large
 from cohabit.server.frontend.access import Access, Permission
 from cohabit.server.grpc.errors import CallRefused, status_of
+from cohabit.server.grpc.wire import require_few_fields
 
 MESSAGE_S = 120.0
 """Seconds to receive the message of a unary call; grpc.aio does not report how much has arrived."""
@@ -92,6 +93,7 @@ def _method_handler(method: Any, calls: object, access: Access, slots: CallSlots
         if len(message) > _MOST_CONTROL_BYTES:
             what = f"the {method.name} message of {len(message)} bytes"
             raise too_large(what, _MOST_CONTROL_BYTES, ONLY_INFERENCE)
+        require_few_fields(message)
         return request_type.FromString(message)
 
     async def parsed(messages: Any) -> AsyncIterator[Any]:

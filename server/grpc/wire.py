@@ -16,6 +16,8 @@ _MOST_SHAPE_BYTES = 10 * MOST_DIMS
 """Maximum size of a shape: a dimension has at most ten bytes."""
 _MOST_TYPED = 1 << 20
 """Maximum number of varint-encoded typed values of a request: each byte may become eight."""
+_MOST_CONTROL_FIELDS = 256
+"""Maximum number of fields of a message that is parsed on the event loop."""
 _NAMES_WITHIN = 64
 """Number of leading fields searched for a message's names, which writers put first."""
 _MODEL, _VERSION, _ID, _PARAMETERS, _INPUTS, _OUTPUTS, _RAW, _SHAPE, _CONTENTS = 1, 2, 3, 4, 5, 6, 7, 3, 5
@@ -62,6 +64,12 @@ def described_bytes(data: bytes) -> int:
     return described
 
 
+def require_few_fields(data: bytes) -> None:
+    """Raise InvalidRequest for a message with more fields than any call other than an inference needs."""
+    if len(list(islice(_fields(data, 0, len(data)), _MOST_CONTROL_FIELDS + 1))) > _MOST_CONTROL_FIELDS:
+        raise InvalidRequest(f"the message has over {_MOST_CONTROL_FIELDS} fields")
+
+
 def names_of(data: bytes) -> tuple[str, str, str]:
     """Return a message's model, version and id without parsing it; missing ones are empty. Raises InvalidRequest."""
     names = dict.fromkeys((_MODEL, _VERSION, _ID), b"")
@@ -105,7 +113,7 @@ def _fields(data: bytes, start: int, end: int) -> Iterator[tuple[int, int, int]]
             yield key >> 3, start, start + length
             start += length
     except (IndexError, ValueError) as error:
-        raise InvalidRequest(f"the request is not a ModelInferRequest: {error}") from error
+        raise InvalidRequest(f"the request is not a valid protobuf message: {error}") from error
 
 
 def _varint(data: bytes, start: int) -> tuple[int, int]:

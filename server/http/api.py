@@ -13,7 +13,7 @@ from cohabit.server.http import generate
 from cohabit.server.http.answers import JSON, LeasedResponse, json_response, model_of
 from cohabit.server.http.body import read_body
 from cohabit.server.http.codec import decode_request, encode_response, parse_header_length
-from cohabit.server.http.completions import CompletionsApi, parsed_generate
+from cohabit.server.http.completions import MOST_TEXT_BYTES, CompletionsApi, parsed_generate
 from cohabit.server.http.compression import chosen_encoding, compress
 from cohabit.server.http.errors import error_response
 from cohabit.server.ipc.model import ModelInfo
@@ -26,7 +26,7 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 
 _BINARY = "application/octet-stream"
 _EVENTS = "text/event-stream; charset=utf-8"
-_QUICK_JSON_BYTES = 64 << 10
+_QUICK_JSON_BYTES = 16 << 10
 """Largest JSON that the event loop parses and writes; threads handle the rest."""
 _JSON_BYTES = 8
 """Approximate size of a number in JSON."""
@@ -106,10 +106,12 @@ class InferenceApi:
         name, version = model_of(request)
         info = self._plane.require_ready(name, version)
         with self._plane.memory.lease() as lease, self._plane.regions.use() as regions:
-            body = await read_body(request, lease, *self._json_limit)
+            has_text = generates(info)
+            limit = (min(MOST_TEXT_BYTES, self._max_body_bytes), "") if has_text else self._json_limit
+            body = await read_body(request, lease, *limit)
             slow = len(body) > _QUICK_JSON_BYTES
             asked = None
-            if generates(info):
+            if has_text:
                 with self._plane.fitting(info.key):
                     asked = await self._plane.decode(slow, parsed_generate, body)
             if asked is None:

@@ -10,7 +10,7 @@ from cohabit.server.errors import InvalidRequest, TensorMismatch
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.protocol.datatypes import DTYPES
-from cohabit.server.protocol.json_body import parse_with_constants
+from cohabit.server.protocol.json_body import parse_with_tensors
 from cohabit.server.protocol.matching import (
     MOST_DIMS,
     NO_DATA,
@@ -135,22 +135,28 @@ msgspec.json.Decoder(RequestBody[msgspec.Raw])  # msgspec inspects the type now,
 
 
 def _parse(header: memoryview) -> RequestBody[list[int]]:
-    sent, restore = parse_with_constants(header, RequestBody[msgspec.Raw])
+    sent, restore = parse_with_tensors(header, RequestBody[msgspec.Raw])
     inputs = [
-        InputBody(i.name, i.datatype, _shape(i, n), i.data if i.data is NO_DATA else restore(i.data), i.parameters)
+        InputBody(
+            i.name,
+            i.datatype,
+            _shape(i.name, restore(i.shape), n),
+            i.data if i.data is NO_DATA else restore(i.data),
+            i.parameters,
+        )
         for n, i in enumerate(sent.inputs)
     ]
     return RequestBody(inputs, sent.id, sent.outputs, sent.parameters)
 
 
-def _shape(sent: InputBody[msgspec.Raw], index: int) -> list[int]:
-    if (nbytes := len(memoryview(sent.shape))) > _MOST_SHAPE_BYTES:
+def _shape(name: str, sent: msgspec.Raw, index: int) -> list[int]:
+    if (nbytes := len(memoryview(sent))) > _MOST_SHAPE_BYTES:
         raise InvalidRequest(
-            f"the shape of input '{sent.name[:80]}' has {nbytes} bytes of JSON, at most {_MOST_SHAPE_BYTES} are"
+            f"the shape of input '{name[:80]}' has {nbytes} bytes of JSON, at most {_MOST_SHAPE_BYTES} are"
             f" allowed: a tensor has no more than {MOST_DIMS} dimensions"
         )
     try:
-        return _shapes.decode(sent.shape)
+        return _shapes.decode(sent)
     except (msgspec.DecodeError, RecursionError) as error:
         where = str(error).replace("$", f"$.inputs[{index}].shape", 1)
         raise InvalidRequest(f"failed to parse the request JSON: {where}") from error

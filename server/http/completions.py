@@ -30,7 +30,8 @@ from cohabit.server.ipc.model import LanguageDocument, ModelInfo
 from cohabit.server.protocol.decoding import Sampling
 from cohabit.server.protocol.json_body import parse_json
 
-_MOST_BODY_BYTES = 1 << 20
+MOST_TEXT_BYTES = 1 << 20
+"""Maximum size of a body with a text to continue."""
 _QUICK_BODY_BYTES = 2 << 10
 _CHARACTERS_PER_TOKEN = 64
 """Maximum characters of a prompt per context token: longer prompts are refused untokenized."""
@@ -176,7 +177,7 @@ class CompletionsApi:
     def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
         self._plane = plane
         self._documents = LanguageDocuments(plane.repository)
-        self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
+        self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
 
     async def generate(self, asked: GenerateBody, info: ModelInfo, *, streams: bool) -> web.StreamResponse:
         """Continue a text, for Triton's generate extension."""

@@ -8,7 +8,7 @@ from cohabit.server.errors import InvalidRequest, Refused
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Parameters, Request
 from cohabit.server.protocol.datatypes import BINARY_ONLY
-from cohabit.server.protocol.json_body import parse_with_constants
+from cohabit.server.protocol.json_body import parse_with_tensors
 from cohabit.server.protocol.matching import InputBody, RequestBody, errors_of, fit
 from cohabit.server.protocol.shared_memory import RegionUse
 from cohabit.server.protocol.tensors import (
@@ -22,6 +22,7 @@ from cohabit.server.protocol.tensors import (
 )
 
 _MOST_DIMENSIONS = 64
+_MOST_PARAMETER_BYTES = 64 << 10
 
 
 def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Request:
@@ -30,7 +31,7 @@ def decode_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Req
     A value is a tensor of one element. An array is nested like the model's shape, with or without the batch. Other keys
     are parameters. Raises RequestError, prefixed with the client's request id.
     """
-    sent, restore = parse_with_constants(body, dict[str, msgspec.Raw])
+    sent, restore = parse_with_tensors(body, dict[str, msgspec.Raw])
     given = {key: restore(value) for key, value in sent.items()}
     request_id = _typed(given.pop("id", msgspec.Raw(b'""')), str, "id")
     parameters = _typed(given.pop("parameters", msgspec.Raw(b"{}")), Parameters, "parameters")
@@ -56,6 +57,10 @@ def encode_response(request: Request, answer: Answer, info: ModelInfo) -> bytes:
 
 
 def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
+    if (nbytes := len(memoryview(raw))) > _MOST_PARAMETER_BYTES:
+        raise InvalidRequest(
+            f"'{key[:80]}' is not an input, and has {nbytes} bytes; a parameter has at most {_MOST_PARAMETER_BYTES}"
+        )
     try:
         return msgspec.json.decode(raw, type=of_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -65,7 +70,7 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
 def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody[list[int]]:
     """Give a value the shape of its nesting; adds a missing batch dimension of one."""
     shape = info.wire_shape(tensor)
-    text = compact(raw)
+    text = compact(raw, tensor.name)
     depth = nesting(text)
     if depth == 0:
         return InputBody(tensor.name, tensor.datatype, [1] * len(shape), msgspec.Raw(b"[%b]" % bytes(raw)))

@@ -33,6 +33,13 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     number: int
 
 
+class Settle(msgspec.Struct, frozen=True, tag="settle"):
+    """A request of a sequence has ended. Its state counts if its answer was `kept`: none failed after the execution."""
+
+    number: int
+    kept: bool
+
+
 class LoadModel(msgspec.Struct, frozen=True, tag="load"):
     id: int
     model: str
@@ -75,7 +82,17 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 ToEngine = (
-    Start | Request | Cancel | LoadModel | UnloadModel | AskReport | CountRejection | EndSequence | ChangeLog | Stop
+    Start
+    | Request
+    | Cancel
+    | Settle
+    | LoadModel
+    | UnloadModel
+    | AskReport
+    | CountRejection
+    | EndSequence
+    | ChangeLog
+    | Stop
 )
 
 

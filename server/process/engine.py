@@ -30,6 +30,8 @@ _log = logging.getLogger("cohabit.engine")
 
 _THREADS_END_S = 1.0
 """Maximum time to wait for a lane's thread at the end."""
+_FORGET_EVERY_S = 0.5
+"""Interval between two looks for sequences that have been idle for too long."""
 _MOST_REASONS = 50
 """Maximum number of failure reasons in one log record."""
 
@@ -53,7 +55,8 @@ class Engine:
     ) -> None:
         """`publish` receives a model's entry at every change; `on_lost` receives the reason when the device is lost."""
         self.registry = Registry(publish)
-        self.lanes = make_lanes(config.compute_lanes, config.queue_limit, on_lost, StateMemory(config.queue_bytes))
+        self._states = StateMemory(config.queue_bytes)
+        self.lanes = make_lanes(config.compute_lanes, config.queue_limit, on_lost, self._states)
         self.lifecycle = Lifecycle(config, self.registry, self.lanes, open_placement)
         self._config = config
         self._background = Background()
@@ -74,6 +77,7 @@ class Engine:
         """
         for lane in self.lanes:
             lane.start()
+        self._background.keep("forgetting idle sequences", self._forget_idle_sequences)
         config = self._config
         found = by_name(scan(config.repository, may_be_empty=config.model_control != "none"))
         self._refuse_unknown(found.keys())
@@ -140,6 +144,11 @@ class Engine:
             self.registry.rejected(request.model, error)
             raise
 
+    def settle(self, request: Request, *, kept: bool) -> None:
+        """Say whether an answer was written. See `ComputeLane.settle`."""
+        for lane in self.lanes:  # its model may have been unloaded
+            lane.settle(request, kept=kept)
+
     def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
         """Forget a sequence. See `ComputeLane.end_sequence`."""
         self.lane_of(model).end_sequence(model, sequence)
@@ -181,6 +190,11 @@ class Engine:
         if ended and started:  # otherwise a thread may still use the device
             self.lifecycle.release()
         return ended
+
+    async def _forget_idle_sequences(self) -> None:
+        while True:
+            await asyncio.sleep(_FORGET_EVERY_S)
+            self._states.forget_idle()
 
     def _wanted(self, found: Mapping[str, list[ScannedVersion]]) -> dict[str, list[ScannedVersion]]:
         """Return the models to load at the first start."""

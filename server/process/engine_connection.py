@@ -220,6 +220,8 @@ class EngineConnection:
         request.mark(0.0, 0.0)
         pending = PendingRequest(request, asyncio.get_running_loop().create_future(), lease)
         lease.retain()
+        if request.sequence is not None:
+            lease.on_end(lambda kept: self._send(messages.Settle(number, kept)))
         self._pending[number] = pending
         if on_spans is not None:
             self._traced[number] = on_spans

@@ -50,6 +50,8 @@ class FrontendConnection:
         self._service = service
         self._heartbeat = shared.array(0, HEARTBEAT, (1,))
         self._requests: dict[int, asyncio.Task[None]] = {}
+        self._unsettled: dict[int, Request] = {}
+        """Answered requests of sequences, until the front end has written the answer or failed to."""
         self._operations: set[asyncio.Task[None]] = set()
         self.channel: MessageChannel[messages.ToEngine] = MessageChannel(
             messages.encoder(shared), messages.decoder_to_engine(shared), self._received, self._closed
@@ -73,6 +75,9 @@ class FrontendConnection:
             case messages.Cancel():
                 if (request := self._requests.get(message.number)) is not None:
                     request.cancel()
+            case messages.Settle():
+                if (answered := self._unsettled.pop(message.number, None)) is not None:
+                    self._service.engine.settle(answered, kept=message.kept)
             case messages.LoadModel() | messages.UnloadModel() | messages.AskReport():
                 operation = asyncio.create_task(self._run_operation(message))
                 self._operations.add(operation)
@@ -83,7 +88,10 @@ class FrontendConnection:
     async def _infer(self, request: Request) -> None:
         on_spans = self._spans_of(request.number) if request.traced else None
         try:
-            self.channel.send(await self._service.engine.infer(request, on_spans))
+            answer = await self._service.engine.infer(request, on_spans)
+            if request.sequence is not None:
+                self._unsettled[request.number] = request
+            self.channel.send(answer)
         except asyncio.CancelledError:
             await self._service.engine.ended(request)
             raise

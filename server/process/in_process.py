@@ -37,6 +37,8 @@ class InProcessEngine:
         self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None = None
     ) -> Answer:
         lease.retain()
+        if request.sequence is not None:
+            lease.on_end(lambda kept: self._engine.settle(request, kept=kept))
         try:
             return await self._engine.infer(request, on_spans)
         except asyncio.CancelledError:

@@ -15,6 +15,7 @@ from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Answer, Request, RequestedOutput
 from cohabit.server.protocol.classification import classify
 from cohabit.server.protocol.datatypes import BF16, BINARY_ONLY, BYTES, DTYPES, bf16_of_float32
+from cohabit.server.protocol.json_structure import PIECE_BYTES, without_space
 from cohabit.server.protocol.shared_memory import Window
 
 MOST_JSON_VALUES = 1 << 18
@@ -59,16 +60,17 @@ def check_size(nbytes: int, name: str, datatype: str, shape: Sequence[int]) -> N
 
 
 def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """Read a flat array, or one nested like the shape, from JSON that is valid apart from bare constants.
+    """Read a flat array, or one nested like the shape, of JSON numbers and bare constants.
 
-    Raises InvalidRequest for anything else, and for more than MOST_JSON_VALUES.
+    `data` has as many opening as closing brackets, and is checked here. Raises InvalidRequest for anything else, and
+    for more than MOST_JSON_VALUES.
     """
     if datatype in BINARY_ONLY:
         raise InvalidRequest(
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input"
             f" '{name}'"
         )
-    text = compact(data)
+    text = compact(data, name)
     depth, count = nesting(text), math.prod(shape)
     if depth not in (1, len(shape)):
         raise InvalidRequest(
@@ -81,6 +83,8 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
         raise InvalidRequest(f"input '{name}' has {separated} values, but its shape {list(shape)} takes {count}")
     if depth > 1:
         _require_nested(text, depth, name, shape)
+    elif _count(text, b"[") > 1:
+        raise InvalidRequest(f"data of input '{name}' is nested unevenly; rows must be of one length")
     array = np.empty(count, DTYPES[datatype])
     read = 0
     for values in _flat_values(text, name, datatype):
@@ -94,7 +98,7 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
 
 def count_separated(text: bytes, name: str) -> int:
     """Count comma-separated values, before any becomes an object. Raises InvalidRequest for too many."""
-    separated = text.count(b",") + 1
+    separated = _count(text, b",") + 1
     _require_few(separated, name)
     return separated
 
@@ -107,9 +111,21 @@ def _require_few(values: int, name: str) -> None:
         )
 
 
-def compact(data: msgspec.Raw) -> bytes:
-    """Return valid JSON of numbers without any white space."""
-    return bytes(data).translate(None, _SPACE)
+def compact(data: msgspec.Raw, name: str) -> bytes:
+    """Return JSON of numbers without any white space. Raises InvalidRequest if only that separates two of them."""
+    try:
+        return without_space(memoryview(data))
+    except ValueError as error:
+        raise InvalidRequest(f"data of input '{name}' is not JSON: {error}") from error
+
+
+def _count(text: bytes, byte: bytes) -> int:
+    return sum(text.count(byte, start, start + PIECE_BYTES) for start in range(0, len(text), PIECE_BYTES))
+
+
+def _translated(text: bytes, table: bytes | None, removed: bytes = b"") -> bytes:
+    starts = range(0, len(text), PIECE_BYTES)
+    return b"".join([text[start : start + PIECE_BYTES].translate(table, removed) for start in starts])
 
 
 def nesting(text: bytes) -> int:
@@ -120,7 +136,7 @@ def nesting(text: bytes) -> int:
 
 def _structure_of(text: bytes) -> bytes:
     """Return the brackets and commas of an array of numbers."""
-    return text.translate(None, _VALUES)
+    return _translated(text, None, _VALUES)
 
 
 def nested_shape(text: bytes, depth: int) -> list[int]:
@@ -163,7 +179,7 @@ def _has_structure(structure: bytes, shape: Sequence[int]) -> bool:
 
 def _flat_values(text: bytes, name: str, datatype: str) -> Iterator[Array]:
     """Yield the values of an array of any nesting, piece by piece."""
-    flat, start = text.translate(_FLATTENED), 0
+    flat, start = _translated(text, _FLATTENED), 0
     if not flat.strip(b", "):
         return
     while start < len(flat):

@@ -9,7 +9,6 @@ from cohabit.server.ipc.model import ModelKey
 from cohabit.server.scheduling.estimates import Estimate
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.scheduling.queues import Ticket
-from cohabit.server.scheduling.sequences import executable
 
 _GAIN = 0.9
 """A larger batch is preferred if its time per row is at most this fraction of a smaller batch's."""
@@ -49,7 +48,7 @@ def choose_batch(
     rows, best_s, paying, preferred, deadline_s = 0, math.inf, 1, 0, math.inf
     full = False
     # `paying` is the last batch length at which another request still paid off.
-    for ticket in executable(waiting):
+    for ticket in waiting:
         if taken and ticket.request.sizes != taken[0].request.sizes:
             if not policy.keeps_order:
                 continue
@@ -90,9 +89,8 @@ def best_rate_batch(
     if estimate.seconds(usual.rows) == 0.0:  # neither predicted nor measured yet
         return usual
     first = usual.tickets[0]
-    candidates = executable(waiting)
     compatible = [
-        t for t in candidates if t.load_number == first.load_number and t.request.sizes == first.request.sizes
+        t for t in waiting if t.load_number == first.load_number and t.request.sizes == first.request.sizes
     ]
     best, best_per_s = usual, usual.rows / estimate.seconds(usual.rows) / _GAIN
     for rows in estimate.planned(max_rows):

@@ -118,7 +118,10 @@ class Scheduler:
         self._update_waiting(model, scheduled)
 
     def submit(self, now_s: float, request: Request) -> Ticket:
-        """Queue a request. Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it would be late."""
+        """Queue a request. A sequence has at most one in the queue: see `server.engine.turns`.
+
+        Raises QueueFull, RateLimited, ModelNotFound, or RequestTimedOut if it would be late.
+        """
         scheduled = self._models.get(request.model)
         if scheduled is None:
             raise ModelNotFound(*request.model)
@@ -188,6 +191,10 @@ class Scheduler:
         self._busy_until_s = now_s + predicted_s
         self._executing = scheduled
         return replace(batch, predicted_s=predicted_s)
+
+    def upcoming(self) -> Batch | None:
+        """Return the batch that would follow the current execution if no more requests arrived."""
+        return self._choose(self._busy_until_s) if self._waiting else None
 
     def finished(self, batch: Batch, now_s: float, seconds: float | None) -> None:
         """Record the end of an execution after `seconds`; None if it failed, since its time is not representative."""

@@ -1,12 +1,9 @@
 """Sequences: requests that share state. Plain data."""
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from cohabit.server.ipc.model import Array
-from cohabit.server.ipc.request import SequenceId
-from cohabit.server.scheduling.queues import Ticket
 
 ControlKind = Literal["start", "end", "ready", "id", "length"]
 
@@ -57,15 +54,3 @@ class SequenceRules:
     @property
     def hidden_outputs(self) -> frozenset[str]:
         return frozenset(state.output for state in self.states)
-
-
-def executable(waiting: Iterable[Ticket]) -> Iterator[Ticket]:
-    """Yield the requests that may be executed next: only a sequence's first one, which makes the next one's state."""
-    seen: set[SequenceId] = set()
-    for ticket in waiting:
-        step = ticket.request.sequence
-        if step is None:
-            yield ticket
-        elif step.id not in seen:
-            seen.add(step.id)
-            yield ticket

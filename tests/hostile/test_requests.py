@@ -89,7 +89,7 @@ def test_generate_does_not_explode(kind: str) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4), (2, 1), (1, 0), (0,), (3, 2, 5), (2, 0), (1, 1, 1)])
 def test_shapes_of_nested_values_are_counted_as_numpy_does(shape: tuple[int, ...]) -> None:
-    text = compact(Raw(json.dumps(np.zeros(shape).tolist(), indent=1).encode()))
+    text = compact(Raw(json.dumps(np.zeros(shape).tolist(), indent=1).encode()), "x")
     depth = text.index(b"0" if 0 not in shape else b"]")
     assert nesting(text) == depth
     found = nested_shape(text, depth)
@@ -145,7 +145,7 @@ def test_damaged_messages_are_refused_without_parsing(seed: int) -> None:
     try:
         assert described_bytes(bytes(data)) <= len(data)
     except InvalidRequest as error:
-        assert "ModelInferRequest" in str(error) or "over" in str(error)  # noqa: PT017
+        assert "protobuf message" in str(error) or "over" in str(error)  # noqa: PT017
 
 
 def call(server: Ports, method: str, data: bytes, **options: Any) -> grpc.RpcError:

@@ -161,6 +161,12 @@ def test_whatever_runs_in_whatever_order_every_step_finds_its_parameters_inside_
         rng.shuffle(steps)
         models.append(ParameterUses(f"m{n}", nbytes, tuple(steps)))
     for _ in range(60):
+        if keeps == "models" and region.held and rng.random() < 0.4:
+            running, ahead = next(reversed(region.held))[0], rng.choice(models)
+            own = {key: extent for key, extent in region.held.items() if key[0] == running}
+            if ahead.model != running and (copied := region.plan_ahead(ahead, running)) is not None:
+                check_bytes(region, ahead, copied)
+            assert own.items() <= region.held.items(), "the running model keeps its bytes"
         uses = rng.choice(models)
         before = dict(region.held)
         plan = region.plan_run(uses, prefetch=rng.random() < 0.7)

@@ -1,6 +1,7 @@
 """Models that share a region give the resident run's bits, whatever leaves when, on every backend."""
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,21 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> list[Lowered]:
     return [*made, lower(folder / "attention.pt2", "attention", [2], folder / "cache")]
 
 
+class CountingStore(RamStore):
+    """Counts the copies that are made."""
+
+    copies = 0
+
+    def copy(self, segment: int, destination: Any) -> Callable[[], None]:
+        copy = super().copy(segment, destination)
+
+        def counted() -> None:
+            self.copies += 1
+            copy()
+
+        return counted
+
+
 class Shared:
     """A region with models in it, and what each answers when it is resident."""
 
@@ -62,8 +78,10 @@ class Shared:
         roomy = with_room(plan, ROOM_BYTES)
         return self.shared.add(model, roomy, None, store)
 
-    def run(self, n: int) -> int:
+    def run(self, n: int, following: int | None = None) -> int:
         """Run a model, compare its answer, and return the bytes that were copied for it."""
+        if following is not None:
+            self.shared.foresee(self.programs[following])
         result = self.shared.run(self.programs[n], self.lowered[n].examples(Bucket(2)))
         for own, expected in zip(result.outputs, self.expected[n], strict=True):
             assert torch.equal(own, expected)
@@ -110,6 +128,48 @@ def test_every_layout_gives_the_bits_of_the_resident_run(
             shared.run(rng.randrange(len(lowered)))
     finally:
         shared.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_foreseen_rightly_or_wrongly_changes_no_answer(
+    backend: Backend, layout: str, lowered: list[Lowered]
+) -> None:
+    shared = Shared(backend, layout, lowered, region_for(lowered, FEW)).add_all()
+    rng = random.Random(layout)
+    try:
+        for _ in range(30):
+            shared.run(rng.randrange(len(lowered)), following=rng.randrange(len(lowered)))
+    finally:
+        shared.close()
+
+
+def test_the_next_whole_model_is_copied_while_another_one_computes(lowered: list[Lowered]) -> None:
+    shared = Shared(cpu(), "lru", lowered, region_for(lowered, FEW))
+    second = CountingStore(lowered[1].weights_path, lowered[1].manifest)
+    shared.stores[1].close()
+    shared.stores[1] = second
+    shared.add_all()
+    whole = lowered[1].manifest.segment_bytes
+    shared.run(0, following=1)
+    shared.backend.executor.settle()
+    copies = second.copies
+    assert copies > 0, "it was copied before its own run"
+    assert shared.run(1) == whole, "which counts its bytes"
+    assert [shared.run(1, following=0), shared.run(0), shared.run(1)] == [0, 0, 0], "both are there"
+    assert second.copies == copies
+    shared.close()
+
+
+def test_a_model_that_would_displace_the_running_one_is_not_copied_ahead(lowered: list[Lowered]) -> None:
+    shared = Shared(cpu(), "lru", lowered, region_for(lowered, 1.5)).add_all()
+    whole = lowered[0].manifest.segment_bytes
+    assert [shared.run(0, following=1), shared.run(0), shared.run(1, following=0), shared.run(1)] == [
+        whole,
+        0,
+        whole,
+        0,
+    ]
+    shared.close()
 
 
 @pytest.mark.parametrize("layout", ["pipelined", "on_demand"])
@@ -216,6 +276,9 @@ def test_a_copy_that_fails_is_an_error_of_its_request_and_the_next_one_gets_the_
     with pytest.raises(DeviceError, match="medium error"):
         shared.run(0)
     shared.run(1)
+    with pytest.raises(DeviceError, match="medium error"):
+        shared.run(0)
+    shared.run(1, following=0)
     store.failing = False
     for n in (0, 0, 1, 0):
         shared.run(n)

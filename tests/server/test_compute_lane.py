@@ -98,6 +98,22 @@ async def test_queued_requests_are_executed_as_batches_and_get_their_own_rows() 
     assert statistics.swapped_bytes == 2 * 1000
 
 
+async def test_the_device_learns_what_is_queued_before_each_execution() -> None:
+    first, gate = gated("first")
+    second, third = identity("second", "FP32"), replace(identity("third", "FP32"), predicted_s=FASTER)
+    async with lane_of(first, second, third) as lane:
+        running = [infer(lane, "first")]
+        await entered(gate)
+        running += [infer(lane, "second")]
+        await queued(lane, "second", 1)
+        running += [infer(lane, "third") for _ in range(4)]
+        await queued(lane, "third", 4)
+        gate.open.set()
+        await asyncio.gather(*running)
+    assert (first.foreseen, second.foreseen) == ([], []), "nothing was queued when the first one began"
+    assert third.foreseen == [4], "as the batch that follows the second one"
+
+
 async def test_a_request_that_fails_in_a_batch_fails_alone() -> None:
     def refuse_seven(x: Array) -> dict[str, Array]:
         if (x == 7).any():

@@ -1,5 +1,6 @@
 """Sequences in the engine: the order and the batches of their requests, their states, and their configuration."""
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from msgspec.structs import replace
 
 from cohabit.planner.shapes import Bucket, Dimension, DynamicShape
 from cohabit.server.engine.compute_lane import ComputeLane
-from cohabit.server.errors import InvalidRequest, RepositoryError
+from cohabit.server.engine.sequences import StateMemory
+from cohabit.server.errors import InvalidRequest, Overloaded, RepositoryError, SequenceLost
 from cohabit.server.ipc.model import ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.request import Request, RequestedOutput, SequenceStep
 from cohabit.server.ipc.statistics import ModelStatistics
@@ -48,33 +50,128 @@ def request(sequence: int, value: float = 1.0, sizes: tuple[int, ...] = (), **fl
     return Request(KEY, {"x": x}, 1, (RequestedOutput("y"),), sizes=sizes, sequence=SequenceStep(sequence, **flags))
 
 
+class Clock:
+    """A clock that the test sets."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("keeps_order", [False, True])
-def test_batches_keep_the_order_of_each_sequence(seed: int, keeps_order: bool) -> None:
-    """Whatever is waited for, cancelled, late or of other sizes: no batch has two requests of one sequence."""
+async def test_a_sequence_continues_from_its_last_answer_that_was_written(seed: int, keeps_order: bool) -> None:
+    """Requests of six sequences wait at once; they fail, are cancelled, or their answers cannot be written."""
     draws = random.Random(seed)
-    scheduler = Scheduler(1000)
-    predicted = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2, Bucket(8): 1.3}
-    scheduler.add(KEY, predicted, Policy(keeps_order=keeps_order), max_rows=8)
-    submitted, executed, gone, now_s = list[Any](), list[Any](), set[Any](), 0.0
-    for _ in range(300):
-        now_s += draws.random()
-        if draws.random() < 0.7:
-            sizes = (draws.choice([16, 32]),) if seed % 2 else ()
-            submitted.append(scheduler.submit(now_s, request(draws.randrange(6), sizes=sizes)))
-        elif draws.random() < 0.1 and submitted and scheduler.cancel(submitted[-1]):
-            gone.add(submitted[-1])
-        elif (batch := scheduler.next(now_s)) is not None:
-            steps = [ticket.request.sequence.id for ticket in batch.tickets if ticket.request.sequence]
-            assert len(set(steps)) == len(steps)
-            executed += batch.tickets
-            scheduler.finished(batch, now_s, None)
-    while (batch := scheduler.next(now_s)) is not None:
-        executed += batch.tickets
-        scheduler.finished(batch, now_s, None)
-    for sequence in range(6):
-        expected = [t for t in submitted if t.request.sequence.id == sequence and t not in gone]
-        assert [t for t in executed if t.request.sequence.id == sequence] == expected
+    rules = rules_of(config(STATE), WHOLE, {})
+    info = with_sequences(WHOLE, rules)
+
+    def add(x: Any, before: Any) -> dict[str, Any]:
+        if (x < 0).any():
+            raise InvalidRequest("a value is negative")
+        return {"y": before + x, "after": before + x}
+
+    lane = ComputeLane(Scheduler(1000))
+    predicted = {Bucket(n): 1e-4 * (1 + n / 8) for n in (1, 2, 4, 8)}
+    lane.add(
+        FakeServable(info, add, predicted_s=predicted),
+        ModelStatistics(),
+        Policy(keeps_order=keeps_order, batch_delay_s=1e-4),
+        rules,
+    )
+    lane.start()
+    state: dict[int, float | None] = dict.fromkeys(range(1, 7))
+    try:
+        for _ in range(6):
+            asked = list[tuple[asyncio.Task[Any], float | type[Exception] | None]]()
+            for _ in range(20):
+                sequence, value = draws.randrange(1, 7), float(draws.randrange(1, 9))
+                start, end, fate = draws.random() < 0.3, draws.random() < 0.1, draws.choice(["kept"] * 4 + FATES)
+                one = request(sequence, -1.0 if fate == "fails" else value, start=start, end=end)
+                before = 0.0 if start else state[sequence]
+                expected: float | type[Exception] | None = None if before is None else before + value
+                if fate == "fails" or before is None:
+                    expected = InvalidRequest
+                elif fate == "kept":
+                    state[sequence] = None if end else before + value
+                asked.append((asyncio.create_task(outcome(lane, one, fate, draws.randrange(9))), expected))
+            for task, expected in asked:
+                got = await task
+                assert got in ("cancelled", expected)
+        sequences = lane.sequences(KEY)
+        assert sequences is not None
+        known = {key: float(one.states[0][0, 0]) for key, one in sequences._known.items()}
+        assert known == {key: value for key, value in state.items() if value is not None}
+        assert sequences.nbytes == sum(one.nbytes for one in sequences._known.values())
+        assert not sequences._under_way
+        assert not lane._turns._under_way
+    finally:
+        assert await lane.stop()
+
+
+FATES = ["fails", "cancelled", "not written"]
+
+
+async def outcome(lane: ComputeLane, asked: Request, fate: str, steps: int) -> float | type[Exception] | str:
+    """Return a request's answer, its error's type, or that it was cancelled after some steps of the event loop."""
+    running = asyncio.create_task(lane.infer(asked))
+    if fate == "cancelled":
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        running.cancel()
+    try:
+        answer = await running
+    except InvalidRequest:
+        return InvalidRequest
+    except asyncio.CancelledError:
+        return "cancelled"
+    lane.settle(asked, kept=fate == "kept")
+    return float(answer.outputs["y"][0, 0])
+
+
+async def test_sequences_of_all_models_end_by_the_clock_and_make_room_for_others() -> None:
+    """Without any further request of their models; the least recently used first, but none of the last second."""
+    clock = Clock()
+    each = 2 * 4 + 1024
+    memory = StateMemory(4 * each, clock)
+    rules = rules_of(config(STATE + " max_sequence_idle_microseconds: 60000000"), WHOLE, {})
+    info = with_sequences(WHOLE, rules)
+    lane = ComputeLane(Scheduler(64), state_memory=memory)
+    for name in ("m", "n"):
+        servable = FakeServable(replace(info, name=name), lambda x, before: {"y": x, "after": before + x})
+        lane.add(servable, ModelStatistics(), None, rules)
+    lane.start()
+    try:
+
+        async def ask(name: str, sequence: int, start: bool = True) -> None:
+            asked = replace(request(sequence, start=start), model=ModelKey(name, 1), arrived_s=clock.now_s)
+            await lane.infer(asked)
+            lane.settle(asked, kept=True)
+
+        def known() -> list[tuple[str, int]]:
+            loads = {name: lane.sequences(ModelKey(name, 1)) for name in ("m", "n")}
+            return [(name, id_) for name, load in loads.items() if load is not None for id_ in load._known]
+
+        for number in range(4):
+            await ask("m", number + 1)
+        with pytest.raises(Overloaded, match=r"leaves less than the 1.0 KiB"):
+            await ask("n", 9)
+        assert len(known()) == 4, "all have been used within the last second"
+        clock.now_s = 2.0
+        await ask("m", 1, start=False)
+        await ask("n", 9)
+        assert known() == [("m", 3), ("m", 4), ("m", 1), ("n", 9)]
+        with pytest.raises(SequenceLost, match=r"earlier if other sequences need its memory \(--queue-memory\)"):
+            await ask("m", 2, start=False)
+        clock.now_s = 61.0
+        memory.forget_idle()
+        assert known() == [("m", 1), ("n", 9)]
+        clock.now_s = 62.1
+        memory.forget_idle()
+        assert (known(), memory.used_bytes) == ([], 0)
+    finally:
+        assert await lane.stop()
 
 
 def test_a_batch_waits_for_the_sequences_of_the_execution_before() -> None:
@@ -129,7 +226,9 @@ async def test_a_request_that_fails_leaves_its_sequence_as_it_was() -> None:
     try:
 
         async def ask(sequence: int, value: float, **flags: bool) -> float:
-            answer = await lane.infer(request(sequence, value, **flags))
+            asked = request(sequence, value, **flags)
+            answer = await lane.infer(asked)
+            lane.settle(asked, kept=True)
             return float(answer.outputs["y"][0, 0])
 
         with pytest.raises(InvalidRequest, match="negative"):
@@ -146,7 +245,7 @@ async def test_a_request_that_fails_leaves_its_sequence_as_it_was() -> None:
         assert await ask(1, -1.0) == 1.0
         sequences = lane.sequences(KEY)
         assert sequences is not None
-        assert (sequences.count, dict(sequences._waiting)) == (1, {})
+        assert (sequences.count, sequences._under_way) == (1, {})
     finally:
         assert await lane.stop()
 
@@ -297,6 +396,7 @@ async def test_growing_states_have_what_their_own_requests_have_added(seed: int)
                     await lane.infer(asked)
                 continue
             answer = await lane.infer(asked)
+            lane.settle(asked, kept=True)
             assert before is not None
             after = before + values
             assert answer.outputs["y"][0].tolist() == [sum(after), len(after)]
@@ -312,7 +412,7 @@ async def test_growing_states_have_what_their_own_requests_have_added(seed: int)
             assert state.states[0][0, 0, : state.length].tolist() == values
         for sequence in range(4):
             lane.end_sequence(KEY, sequence + 1)
-        await lane.call_on_lane(lambda: None)
+        await asyncio.gather(*lane._ending_sequences)
         assert (sequences.count, sequences.nbytes) == (0, 0)
     finally:
         assert await lane.stop()

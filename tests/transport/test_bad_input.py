@@ -195,13 +195,21 @@ def test_integer_of_many_digits(server: Ports, model: str, digits: int) -> None:
         b'{"inputs": [], "parameters": {"a": ' + b"9" * 5000 + b"}}",
         b"[" * 100_000,
         b'{"inputs": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        b'{"inputs":[{"name":"x","datatype":"FP64","shape":[1,4],"data":' + b"[" * 50_000 + b"]" * 50_000 + b"}]}",
         b'{"a":' * 50_000,
     ],
     ids=lambda body: repr(body[:40]),
 )
 def test_malformed_json_is_the_clients_error(server: Ports, body: bytes) -> None:
     refused(infer(server, "id_fp64", body), 400, "request")
+
+
+@pytest.mark.parametrize("depth", [2, 50_000])
+def test_data_nested_too_deeply_is_the_clients_error(server: Ports, depth: int) -> None:
+    body = b'{"inputs":[{"name":"x","datatype":"FP64","shape":[1,4],"data":[%b1%b]}]}' % (
+        b"[" * depth,
+        b"]" * depth,
+    )
+    refused(infer(server, "id_fp64", body), 400, f"data of input 'x' is nested {depth + 1} deep")
 
 
 def test_an_empty_body_is_named(server: Ports) -> None:

@@ -230,7 +230,7 @@ def test_larger_arrays_are_to_be_sent_as_binary(datatype: str) -> None:
 
 def test_more_values_than_the_shape_takes_are_counted_before_they_are_read() -> None:
     with pytest.raises(InvalidRequest, match=r"input 'x' has 3 values, but its shape \[2\] takes 2"):
-        read(b"[1,2,not read]", "FP32", (2,))
+        read(b"[1,2,unread]", "FP32", (2,))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """What the event loop does itself is bounded: of client-sized bodies, other threads read a piece at a time."""
 
+import json
+import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,13 +16,14 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest
 from cohabit.server.frontend import tokenizers
 from cohabit.server.grpc import api as grpc_api
 from cohabit.server.http import api, generate, openai
-from cohabit.server.protocol import embedding, json_body, tensors
+from cohabit.server.protocol import embedding, json_body, json_structure, tensors
 from tests.support.server.server_http import ask
 from tests.support.server.transport_fakes import MIB, Ports, identity, running
 from tests.transport.test_embeddings import make_tokenizer, text_model
 
-QUICK_BYTES = 64 << 10
-PIECE_BYTES = 2 * QUICK_BYTES
+QUICK_BYTES = {grpc_api.__name__: 64 << 10}
+"""What the event loop reads itself; 16 KiB elsewhere."""
+PIECE_BYTES = 128 << 10
 """A piece is cut at the first comma after its size."""
 
 
@@ -102,7 +106,7 @@ BODIES: dict[str, tuple[str, bytes]] = {
     "a text": (EMBEDDINGS, b'{"model":"mean","input":"%b"}' % (b"a " * (500 << 10))),
     "texts": (EMBEDDINGS, b'{"model":"mean","input":[%b]}' % fill(b'"%b"' % (b"a " * 3), 16 << 10)),
     "empty lists": (EMBEDDINGS, b'{"model":"mean","input":[%b]}' % fill(b"[]", MIB - 100)),
-    "empty lists for no model": (EMBEDDINGS, b'{"model":"none","input":[%b]}' % fill(b"[]", MIB - 100)),
+    "token ids for no model": (EMBEDDINGS, b'{"model":"none","input":[%b]}' % fill(b"1", MIB - 100)),
     "token ids": (EMBEDDINGS, b'{"model":"mean","input":[%b]}' % fill(b"1", MIB - 100)),
 }
 
@@ -117,12 +121,143 @@ def test_the_event_loop_reads_no_large_body_and_threads_hold_the_interpreter_for
     assert answer.status in (200, 400, 404, 413), answer.body[:200]
     assert reading.calls
     for name, nbytes, on_loop in reading.calls:
-        assert not on_loop or nbytes <= QUICK_BYTES, name
+        assert not on_loop or nbytes <= QUICK_BYTES.get(name.rpartition(".")[0], 16 << 10), name
         if name.endswith(("_array", "tokens")):
             assert nbytes <= PIECE_BYTES, name
     if kind.endswith("for no model"):
         assert answer.status == 404
         assert not any("texts_of" in name for name, *_ in reading.calls), "the model is looked up first"
+
+
+ITEMS = [b"[]", b"{}", b"[[]]", b'{"":[]}', b'{"":{}}', b'""', b'"\\""', b"1", b"null", b"[1,[2]]", b"[", b'{"a":']
+FIELDS: dict[str, list[bytes]] = {
+    "/v1/chat/completions": [
+        b'{"model":"none","messages":[{"role":"user","content":"a"}],"%b":[%%b]}' % name
+        for name in (b"tools", b"stop", b"own")
+    ]
+    + [
+        b'{"model":"none","messages":[%b]}',
+        b'{"model":"none","messages":[{"role":"user","content":[%b]}]}',
+        b'{"model":"none","messages":[{"role":"user","content":"a"}],"response_format":{"a":[%b]}}',
+    ],
+    "/v1/completions": [b'{"model":"none","prompt":[%b]}', b'{"model":"none","prompt":"a","stop":[%b]}'],
+    EMBEDDINGS: [b'{"model":"none","input":[%b]}', b'{"model":"none","input":"a","parameters":{"a":[%b]}}'],
+    INFER: [
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[%b],"data":[1]}]}',
+        b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,262144,1],"data":[%b]}]}',
+        b'{"inputs":[%b]}',
+        b'{"inputs":[],"outputs":[%b]}',
+        b'{"inputs":[],"own":{"a":[%b]}}',
+        b'{"inputs":[],"parameters":{"priority":[%b]}}',
+    ],
+    GENERATE: [b'{"x":[%b]}', b'{"x":1,"parameters":[%b]}', b'{"x":1,"own":[%b]}'],
+    "/v2/trace/setting": [b'{"trace_level":[%b]}'],
+    "/v2/logging": [b'{"log_info":[%b]}'],
+    "/v2/repository/models/none/load": [b'{"parameters":{"config":[%b]}}'],
+}
+"""Places of a client's items, by path."""
+STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
+
+
+@pytest.mark.parametrize("path", FIELDS)
+def test_no_body_makes_a_parser_build_many_objects_at_once_or_read_for_long(
+    server: Ports, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = list[tuple[int, int]]()
+    decode = msgspec.json.decode
+
+    def noted(text: Any, **options: Any) -> Any:
+        bare = STRING.sub(b"", bytes(text))
+        parsed.append((len(text), bare.count(b"[") + bare.count(b"{")))
+        return decode(text, **options)
+
+    monkeypatch.setattr(json_body.msgspec.json, "decode", noted)
+    size = {"/v2/trace/setting": 60 << 10, "/v2/logging": 60 << 10, INFER: 4 * MIB, GENERATE: 4 * MIB}
+    for field in FIELDS[path]:
+        for item in ITEMS:
+            answer = ask(server, "POST", path, field % fill(item, size.get(path, MIB - 200)))
+            assert answer.status in (400, 404, 501), (field, item)
+    assert all(containers <= 1 << 14 for _, containers in parsed)
+    if path in (INFER, GENERATE):
+        assert max(nbytes for nbytes, _ in parsed) <= 256 << 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_json_is_counted_as_a_parser_reads_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in strings, and wherever pieces end."""
+    draws = random.Random(seed)
+    monkeypatch.setattr(json_structure, "PIECE_BYTES", draws.choice([1, 2, 7, 64, 1000]))
+    monkeypatch.setattr(json_structure, "_LONG_BYTES", 12)
+    strings = ["", '"', "\\", '\\"', "a[b", "{,:", "\\\\\\", "é\n", ' ]"', "x" * 30]
+
+    def drawn(depth: int) -> Any:
+        match draws.randrange(5 if depth else 2):
+            case 0:
+                return draws.choice(strings)
+            case 1:
+                return draws.choice([1, -2.5, None, True])
+            case 2:
+                return [draws.random() for _ in range(draws.randrange(9))]
+            case 3:
+                return [drawn(depth - 1) for _ in range(draws.randrange(4))]
+            case _:
+                return {draws.choice(strings) + str(n): drawn(depth - 1) for n in range(draws.randrange(4))}
+
+    value = {"a": drawn(5), "b": drawn(4)}
+    text = json.dumps(value, indent=draws.choice([None, 1]), ensure_ascii=draws.random() < 0.5).encode()
+    keys, strings_, containers = counted(value)
+    assert json_structure.counts_of(text) == json_structure.Counts(keys, keys + strings_, containers)
+    for array in json_structure.long_arrays(text):
+        numbers = text[array]
+        assert json.loads(json_structure.without_space(numbers)) == json.loads(numbers)
+        assert b'"' not in numbers
+    cut = bytearray(text)
+    for array in reversed(json_structure.long_arrays(text)):
+        cut[array] = b"null"
+    json.loads(cut)
+
+
+def counted(value: Any) -> tuple[int, int, int]:
+    """Keys, strings that are values, and containers."""
+    if isinstance(value, str):
+        return 0, 1, 0
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    parts = [counted(part) for part in (value.values() if isinstance(value, dict) else value)]
+    keys, strings, containers = (sum(column) for column in zip(*parts, strict=True)) if parts else (0, 0, 0)
+    return keys + len(value) * isinstance(value, dict), strings, containers + 1
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 2, 3, 256])
+@pytest.mark.parametrize("text", [b"[1 2]", b"[1,2\t \n3]", b"[1, - 2]", b"[true false]", b"[1 .5]"])
+def test_white_space_does_not_join_values(text: bytes, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_structure, "PIECE_BYTES", piece_bytes)
+    with pytest.raises(ValueError, match="without a comma"):
+        json_structure.without_space(text)
+    assert json_structure.without_space(b" [ 1 ,\n [ 2 ] , -3e5\t] ") == b"[1,[2],-3e5]"
+
+
+def test_a_large_body_is_read_as_a_small_one_is(server: Ports) -> None:
+    """Tensors of any notation between other fields; what only looks like an array, and errors in it."""
+    numbers = [float(n) for n in range(1 << 18)]
+    head = '{"id":"[1,2]","parameters":{"own":"\\\\\\"["},'
+    head += '"inputs":[{"name":"x","datatype":"FP32","shape":[1,262144,1],"data":'
+    for data in (json.dumps(numbers), json.dumps([[[n] for n in numbers]], indent=1)):
+        answer = ask(server, "POST", INFER, f"{head}{data}}}]}}".encode())
+        assert answer.status == 200, answer.body[:200]
+        assert answer.json["outputs"][0]["data"] == numbers
+        assert answer.json["id"] == "[1,2]"
+    constants = json.dumps(numbers).replace("[0.0", "[NaN").replace("9.0]", "-Inf ]")
+    assert "NaN" in ask(server, "POST", INFER, f"{head}{constants}}}]}}".encode()).body[:2000].decode()
+    for wrong, part in (
+        (json.dumps(numbers[:-1])[:-1] + ",]", "does not fit FP32"),
+        (json.dumps(numbers).replace(", 7.0", " 7.0"), "two values without a comma"),
+        (json.dumps(numbers).replace("7.0", "[7.0]", 1), "nested unevenly"),
+        (json.dumps(numbers).replace("7.0", "{}", 1), "does not fit FP32"),
+        (json.dumps(numbers)[:-1] + "}", "does not fit FP32"),
+    ):
+        answer = ask(server, "POST", INFER, f"{head}{wrong}}}]}}".encode())
+        assert (answer.status, part in answer.error) == (400, True), answer.error
 
 
 async def _thread() -> int:

@@ -55,12 +55,17 @@ class FakeServable:
     info: ModelInfo
     function: Function
     calls: list[int] = field(default_factory=list)
+    foreseen: list[int] = field(default_factory=list)
+    """Rows that were said to be executed next."""
     predicted_s: Mapping[Bucket, float] = field(default_factory=dict)
     recovery_s: float = 0.0
     lost: str | None = None
     captures: Mapping[Bucket, GraphCapture] = field(
         default_factory=lambda: {Bucket(1): GraphCapture(1, 4096, None)}
     )
+
+    def foresee(self, inputs: Inputs, rows: int) -> None:
+        self.foreseen.append(rows)
 
     def execute(self, requests: Sequence[Inputs], rows: int, on_recording: object = None) -> Answer:
         self.calls.append(rows)
