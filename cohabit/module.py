@@ -1,5 +1,6 @@
 """`cohabit.load` and `cohabit.plan`: run or plan a module within a memory budget, from Python."""
 
+import logging
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from torch import nn
 
 from cohabit.flat_call import FlatCall
 from cohabit.page.html import report_page
+from cohabit.planner.compiled import compiles_first
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Plan
@@ -44,6 +46,7 @@ from cohabit.server.view.terminal import draw
 
 Example = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """Example inputs of a module: one input, inputs in order, or inputs by name."""
+_log = logging.getLogger("cohabit.planner")
 SEARCH_S: Final = 2.0
 """Default search time in seconds, as in `cohabit serve`."""
 _FRAME_PIXELS = 900
@@ -279,6 +282,10 @@ def _prepared(flat: FlatCall, name: str, config: ServeConfig, searcher: str, sea
         graphs, profiles = model.lowered.graphs, model.profiles
         memory = split_budget(graphs, profiles, config.memory.of(model.weight_bytes))
         status.update(f"{name}: planning")
+        if compiles_first():
+            _log.warning(
+                "the planner is compiled before its first plan: once per installation, about half a minute"
+            )
         bucket = min(graphs)
         problem = Problem(graphs[bucket], profiles[bucket], memory)
         found = search(problem, searcher, limit=Limit(seconds=search_seconds))
