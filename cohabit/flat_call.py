@@ -113,9 +113,9 @@ def _leaves(tree: Any) -> tuple[dict[pytree.KeyPath, Any], pytree.TreeSpec]:
 def _names(module: nn.Module, paths: Iterable[pytree.KeyPath]) -> list[str]:
     """Return a unique identifier for each input: its argument's name, and the keys that lead to it in the argument."""
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = list(inspect.signature(module.forward).parameters.values())
     except ValueError:  # a forward in C
-        parameters = ()
+        parameters = []
     in_order = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     names: list[str] = []
     for kind, argument, *rest in paths:
