@@ -75,7 +75,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     ),
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.importing": (
-        {"server", "runtime", "planner.parts"},
+        {"server", "runtime", "planner.errors", "planner.parts"},
         {"huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"},
     ),
     "server.capacity": ({"server", "page", "planner"}, {"msgspec", "numpy"}),

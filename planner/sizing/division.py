@@ -126,12 +126,8 @@ def _partition(demands: Sequence[MemoryDemand], room: _Room) -> _Shares:
 def _with_fewer_batches(demands: Sequence[MemoryDemand], memory_bytes: int) -> Iterator[Sequence[MemoryDemand]]:
     """Yield the demands, then without the batches with the most activations, until those of one model must stay.
 
-    Steps that save less than LEAST_STEP of the memory are combined. A single model keeps its batches: no other model
-    pays for them.
+    Steps that save less than LEAST_STEP of the memory are combined.
     """
-    if len(demands) == 1:
-        yield demands
-        return
     left, yielded_bytes = list(demands), max(demand.activation_bytes for demand in demands)
     yielded: Sequence[MemoryDemand] = demands
     yield yielded

@@ -186,10 +186,12 @@ class ServeConfig:
         integer(1, 16),
         "N",
     )
-    batch_sizes: tuple[int, ...] = setting(
-        (1, 2, 4, 8),
+    batch_sizes: tuple[int, ...] | None = setting(
+        None,
         "--batch-sizes",
-        "batch sizes to plan for; a request is padded to the next one, unless rows influence one another",
+        "batch sizes to plan for; a request is padded to the next one, or runs in parts if it is larger than the last,"
+        " unless rows influence one another (default: 1, 2, 4, 8, and max_batch_size and preferred_batch_size of"
+        " config.pbtxt)",
         batches,
         "N,N,...",
         _commas,

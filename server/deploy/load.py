@@ -116,7 +116,7 @@ class PartitionedMemory:
         log_stored(lowered)
         warn_of_changed_inputs(lowered)
         warn_of_random_ops(lowered)
-        most = max(lowered.batches)
+        most = model.largest_batch
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
         whole = describe(lowered, model.key.version, most, model.source.labels)

@@ -50,6 +50,8 @@ class Model:
     profiles: dict[Bucket, Profile] = field(init=False)
     store: HostStore[Any] = field(init=False)
     """Host store of its parameters."""
+    largest_batch: int = field(init=False)
+    """Largest batch that clients may send; batches larger than the planned ones are split."""
     sequences: SequenceRules | None = None
     """How requests form sequences; None if they do not."""
 

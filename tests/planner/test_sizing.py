@@ -451,11 +451,13 @@ def test_a_memory_that_is_too_small_for_all_batches_may_be_enough_for_fewer() ->
     assert divide(models, refused.value.least_bytes).most_batches[0] == 1
 
 
-def test_a_model_by_itself_keeps_its_batches() -> None:
-    """No other model pays for them, and its operator has chosen them."""
-    with pytest.raises(InfeasibleBudget) as refused:
-        divide([hungry()], 60 * PAGE)
-    assert divide([hungry()], refused.value.least_bytes).most_batches == (8,)
+def test_a_model_by_itself_loses_batches_that_do_not_fit_and_keeps_them_in_more_memory() -> None:
+    with pytest.raises(InfeasibleBudget):
+        divide([hungry(splits=False)], 60 * PAGE)
+    (most,) = divide([hungry()], 60 * PAGE).most_batches
+    assert most < 8
+    whole = sum(footprint.least_bytes for footprint in MemoryDemand.of(hungry()).footprints.values())
+    assert divide([hungry()], whole).most_batches == (8,)
 
 
 @pytest.mark.parametrize("pages", [15, 20, 30, 40])
