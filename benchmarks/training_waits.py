@@ -19,7 +19,7 @@ class CopyTimes:
         self._depth = 0
         self.start()
         residency = limits._residency
-        residency._spill = _TimedStore(residency._spill, self)
+        residency.spill = _TimedStore(residency.spill, self)
         for name in ("make_room", "bring_in"):
             setattr(residency, name, self._waited(getattr(residency, name)))
 
@@ -78,14 +78,15 @@ class _TimedStore:
     def take(self, nbytes: int) -> SpillSlot:
         return _TimedSlot(self._store.take(nbytes), self._times)
 
-    def give_back(self, slot: SpillSlot, nbytes: int) -> None:
+    def give_back(self, slot: SpillSlot) -> None:
         assert isinstance(slot, _TimedSlot)
-        self._store.give_back(slot.slot, nbytes)
+        self._store.give_back(slot.slot)
 
 
 class _TimedSlot:
     def __init__(self, slot: SpillSlot, times: CopyTimes) -> None:
         self.slot, self._times = slot, times
+        self.capacity = slot.capacity
 
     def save(self, address: int) -> None:
         with self._times.copying():

@@ -1,6 +1,8 @@
 """Controls how much freed memory glibc's heap keeps."""
 
 import ctypes
+import mmap
+from contextlib import suppress
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 KEPT_BYTES = 8 << 20
@@ -16,6 +18,34 @@ def release_free_memory() -> None:
     trim = getattr(_libc, "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class _MallInfo(ctypes.Structure):
+    """What mallinfo2(3) returns."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+
+def allocated_bytes() -> int:
+    """Return the bytes that the process has allocated from the C library; 0 if it does not tell."""
+    info = getattr(_libc, "mallinfo2", None)
+    if info is None:
+        return 0
+    info.restype = _MallInfo
+    found = info()
+    return int(found.uordblks) + int(found.hblkhd)
+
+
+def resident_bytes() -> int:
+    """Return the process's resident memory; 0 if the system does not tell."""
+    with suppress(OSError), open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * mmap.PAGESIZE
+    return 0
 
 
 def keep_freed_memory(nbytes: int) -> None:

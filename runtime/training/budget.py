@@ -13,8 +13,8 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -23,33 +23,41 @@ from typing import Any, Literal, Self
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
-from cohabit.runtime.heap import release_free_memory
+from cohabit.runtime.heap import allocated_bytes, release_free_memory, resident_bytes
 from cohabit.runtime.training.copying import CopyThread
 from cohabit.runtime.training.first_step import FirstStep
 from cohabit.runtime.training.history import History
 from cohabit.runtime.training.interrupts import Interrupts
-from cohabit.runtime.training.outside import Pins, watching
+from cohabit.runtime.training.outside import Pins, threads_in, watching
 from cohabit.runtime.training.owners import (
     Owner,
     device_of,
     distinct_storages,
     flat,
+    has_compiled,
+    held_by_others,
+    lasting,
     rehome,
+    state_tensors,
     storages_of,
     tensors_of,
+    unseen_module,
 )
 from cohabit.runtime.training.process_limit import ProcessLimit
 from cohabit.runtime.training.recomputing import recomputation_of
+from cohabit.runtime.training.record import Record
 from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.spill import FileSpill, PinnedSpill, RamSpill
+from cohabit.runtime.training.state import OptimizerState, runs_in_parts
 from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread
-from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, used_by
+from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, storage_nbytes, used_by
 
 _log = logging.getLogger("cohabit.training")
 
@@ -66,6 +74,8 @@ _LEAST_SCRATCHED = 1 << 20
 _UNKNOWN_SCRATCH = 2
 """Scratch of an op that has not been measured, over its arguments and results: oneDNN's convolutions take up to 1.9."""
 _TOTAL = " total"
+_UPDATED = 5
+"""Bytes that an optimizer's step on the largest parameter takes, over those of the parameter: state and temporaries."""
 _PART = 4
 """Calls on lists of tensors are split into parts of at most 1/4 of the budget. Lookaheads stop once they need more."""
 
@@ -125,7 +135,12 @@ class _Running:
 
 
 class Budget:
-    """The context returned by `budget`. Reusable after it was left, but not reentrant."""
+    """The context returned by `budget`. Reusable after it was left, but not reentrant.
+
+    The first two steps run under a mode that sees their ops. They are recorded, and the second keeps within the budget.
+    From then on only what autograd and the optimizers own leaves memory, and no op has a price. The mode stays if that
+    is not enough, or if there are no optimizers, which tell when a step ends.
+    """
 
     def __init__(
         self,
@@ -152,7 +167,9 @@ class Budget:
                 f"memory '{memory}' is a share of the first step's peak, and a step ends with the optimizer's: name the"
                 " optimizer, or give a size such as '2GiB'"
             )
-        self._limit_bytes = limit_bytes
+        self._given_bytes = limit_bytes
+        self._limit_bytes: int | None = None
+        """The budget, also after the context was left."""
         self._process: ProcessLimit | None = None
         self._warned_bytes = 0
         self._device = device_of(tensors_of(self._owners))
@@ -168,36 +185,104 @@ class Budget:
         self._running: list[_Running] = []
         self._pins = Pins(self._residency)
         self._context = ExitStack()
-        self._is_active = False
+        self._mode: _Mode | None = None
+        """This thread's, while ops are seen."""
+        self._watching = ExitStack()
+        """What sees the ops and the reads of all threads."""
         self._interrupts = Interrupts()
+        self._reset_steps()
+
+    def _reset_steps(self) -> None:
+        self._is_active = False
+        self._record = Record(time.perf_counter)
+        residency = self._residency
+        self._saved = SavedTensors(
+            self._device, residency.copier, residency.spill, self._lock, self._record, self._interrupts.deliver
+        )
+        self._states: list[OptimizerState] = []
+        self._steps = 0
+        self._recorded_state_bytes = 0
+        self._updating_bytes = 0
+        """Bytes beside saved tensors and state when an optimizer's step begins."""
 
     @property
     def limit_bytes(self) -> int | None:
         """The budget; None until the first step has ended, if the budget is a share."""
-        return None if self._residency.limit_bytes == NEVER else self._residency.limit_bytes
+        if self._is_active and self._mode is not None:
+            return None if self._residency.limit_bytes == NEVER else self._residency.limit_bytes
+        return self._limit_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the tensors in memory now."""
-        return self._residency.used_bytes
+        if self._mode is not None:
+            return self._residency.used_bytes
+        return self._saved.in_bytes + self._state_bytes() + self._record.beside()[0] if self._is_active else 0
 
     @property
     def peak_bytes(self) -> int:
-        """Peak bytes of tensors in memory since the context was entered, or since `reset_peak`."""
-        return self._residency.peak_bytes
+        """Peak bytes of tensors in memory since the context was entered, or since `reset_peak`.
+
+        Where no ops are seen: saved tensors and state, as counted at each event, and what was recorded beside them.
+        """
+        return max(self._residency.peak_bytes, self._saved.peak_bytes)
+
+    @property
+    def exceeded_bytes(self) -> int:
+        """Bytes by which the budget was exceeded at most, since what had to leave was held by the loop."""
+        return self._saved.exceeded_bytes
 
     @property
     def moved_bytes(self) -> int:
         """Bytes copied out and in so far."""
-        return self._residency.moved_bytes
+        return self._residency.moved_bytes + self._saved.moved_bytes + sum(s.moved_bytes for s in self._states)
 
     @property
     def recomputed_bytes(self) -> int:
         """Bytes of tensors that were dropped and computed again so far, instead of being copied out and in."""
         return self._residency.recomputed_bytes
 
+    @property
+    def waits(self) -> int:
+        """Number of times that the loop has waited for a copy since ops are no longer seen."""
+        return self._saved.waits + sum(state.waits for state in self._states)
+
+    @property
+    def held_bytes(self) -> int:
+        """Most bytes that had to leave, and stayed because the loop holds them too."""
+        return max(self._saved.held_bytes, sum(state.held_bytes for state in self._states))
+
+    def __str__(self) -> str:
+        if self.limit_bytes is None:
+            return f"peak {format_bytes(self.peak_bytes)} of a first step without a limit"
+        moves = "what autograd and the optimizers own" if self._mode is None else "whatever ops read"
+        return (
+            f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}, exceeded by"
+            f" {format_bytes(self.exceeded_bytes)}; moved {format_bytes(self.moved_bytes)} ({moves}), waited"
+            f" {self.waits} times; {format_bytes(self.held_bytes)} stayed because the loop holds them too; the process"
+            f" has {format_bytes(resident_bytes())}"
+        )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Inside the block, nothing more leaves memory, and the optimizers' state is in memory."""
+        with self._lock:
+            before, self._saved.limit_bytes = self._saved.limit_bytes, None
+            seen, self._residency.limit_bytes = self._residency.limit_bytes, NEVER
+            goals = [state.out_goal for state in self._states]
+            for state in self._states:
+                state.bring_all_in()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._saved.limit_bytes, self._residency.limit_bytes = before, seen
+                for state, goal in zip(self._states, goals, strict=True):
+                    state.out_goal = goal
+
     def reset_peak(self) -> None:
         self._residency.peak_bytes = self._residency.used_bytes
+        self._saved.peak_bytes = 0
 
     def __enter__(self) -> Self:
         tensors = list(tensors_of(self._owners))
@@ -205,7 +290,6 @@ class Budget:
             raise UnsupportedModel(
                 f"budget: the owners have moved from {self._device} to {device}; make the budget after that"
             )
-        rehome(tensor for tensor in tensors if tensor.device == device)
         with ExitStack() as context:
             with _entering:
                 if _active:
@@ -216,33 +300,264 @@ class Budget:
                 context.callback(_active.discard, self)
                 _active.add(self)
             context.enter_context(self._interrupts.held())
+            self._reset_steps()
+            is_unseen = unseen_module(self._owners) is not None or has_compiled()
+            sees_ops = self._must_see_ops(tensors) or self._residency.copier.takes_memory_at_once or not is_unseen
             self._residency.start()
             context.callback(self._residency.stop)
             context.callback(self._restore)  # before the copy thread ends, which may have copies under way
             self._is_active = True
-            for storage in distinct_storages(tensors):
-                self._residency.adopt(storage)
-            self._pins = context.enter_context(watching(self._residency, self._lock, partial(_Mode, self)))
-            self._residency.peak_bytes = self._residency.used_bytes
-            if self._limit_bytes is not None and self._is_total:
-                self._process = ProcessLimit(self._limit_bytes)
-                self._process.divide(self._residency)
-                if not self._residency.limit_bytes:
-                    raise self._process.exceeded()
-                self._residency.measure = partial(self._process.measure, self._residency)
-            elif self._limit_bytes is not None:
-                self._residency.limit_bytes = self._limit_bytes
-            elif self._share is not None:
-                first = FirstStep(self._optimizers, self._residency, self._lock, self._share)
+            context.callback(self._stop_seeing)
+            if sees_ops:
+                self._see_ops(tensors)
+            else:
+                self._record.sampled = self._sampled(tensors)
+                self._record.begin_recording()
+            context.enter_context(functions_without_hooks())
+            if self._optimizers:
+                self._own()
+                context.enter_context(self._saved.hooks())
+                residency, deliver = self._residency, self._interrupts.deliver
+                self._states = [
+                    OptimizerState(o, self._device, residency.copier, residency.spill, self._lock, deliver)
+                    for o in self._optimizers
+                ]
+                first = FirstStep(self._optimizers, self._residency, self._lock, self)
                 context.enter_context(first.measured())
-            context.enter_context(_Mode(self))
+            context.enter_context(threads_in(self._thread_context))
+            self._set_limit()
             self._context = context.pop_all()
         return self
+
+    def _set_limit(self) -> None:
+        """Limit what is in memory to the size that was given."""
+        if self._given_bytes is None:
+            return
+        if self._is_total:
+            self._process = ProcessLimit(self._given_bytes)
+            self._process.divide(self._residency)
+            if not self._residency.limit_bytes:
+                raise self._process.exceeded()
+            self._residency.measure = partial(self._process.measure, self._residency)
+        elif self._mode is not None:
+            self._residency.limit_bytes = self._limit_bytes = self._given_bytes
+        else:
+            self._saved.limit_bytes = self._limit_bytes = self._given_bytes
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.close()
+
+    # Whether ops are seen
+
+    def _see_ops(self, tensors: list[torch.Tensor]) -> None:
+        """Enter the mode, in which whatever ops read may leave memory."""
+        kept = self._residency
+        held = held_by_others(tensors)
+        rehome((tensor for tensor in tensors if tensor.device == self._device), held)
+        for storage in distinct_storages(tensors):
+            kept.adopt(storage, stays=id(storage) in held)
+        self._pins = self._watching.enter_context(watching(kept, self._lock))
+        kept.peak_bytes = kept.used_bytes
+        kept.noted = self._note
+        self._saved.nbytes_of = kept.nbytes_of
+        above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]  # modes of the loop's own
+        self._mode = _Mode(self)
+        self._mode.__enter__()
+        for mode in reversed(above):
+            _push_mode(mode)
+
+    def _stop_seeing(self) -> None:
+        """Bring everything in, and leave the mode, whichever modes the loop has entered since."""
+        mode, self._mode = self._mode, None
+        if mode is None:
+            return
+        above = []
+        while (top := _pop_mode()) is not mode:
+            above.append(top)
+        _push_mode(mode)
+        mode.__exit__(None, None, None)
+        for other in reversed(above):
+            _push_mode(other)
+        with self._lock:
+            self._residency.bring_all_in()
+            self._residency.noted = lambda: None
+            self._saved.nbytes_of = storage_nbytes
+        self._watching.close()
+
+    def _thread_context(self) -> AbstractContextManager[Any]:
+        """Return what a thread that starts inside the context runs in."""
+        stack = ExitStack()
+        if self._is_active and self._mode is not None:
+            stack.enter_context(_Mode(self))
+        if self._is_active and self._optimizers:
+            stack.enter_context(self._saved.hooks())
+        return stack
+
+    def _must_see_ops(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether more has to leave memory than autograd's and the optimizers' tensors.
+
+        Raises UnsupportedModel if that cannot be right.
+        """
+        needed = self._floor_bytes(tensors)
+        limit_bytes = self._limit_bytes or self._given_bytes
+        if self._optimizers and not self._is_total and (limit_bytes is None or needed <= limit_bytes):
+            return False
+        unseen = unseen_module(self._owners)
+        if unseen is None:
+            return True
+        if self._is_total or not self._optimizers:
+            raise UnsupportedModel(
+                f"budget: there is {unseen}, whose ops are not seen; name the optimizer, and give a size for the"
+                " tensors, such as '2GiB', or a share"
+            )
+        raise UnsupportedModel(
+            f"budget: parameters, gradients and one parameter's optimizer state take {format_bytes(needed)}, the budget"
+            f" is {format_bytes(limit_bytes or 0)}, and parameters cannot leave memory, because there is {unseen};"
+            " raise the budget"
+        )
+
+    def _floor_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Return the bytes that never leave if only autograd's and the optimizers' tensors move."""
+        parameters = {id(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
+        state = {id(t) for o in self._optimizers for v in o.state.values() for t in state_tensors(v)}
+        kept = {id(t): t.nbytes for t in tensors if id(t) not in state and t.device == self._device}
+        gradients = sum(p.nbytes for p in parameters.values() if p.requires_grad and p.grad is None)
+        return sum(kept.values()) + gradients + 2 * max((p.nbytes for p in parameters.values()), default=0)
+
+    def _sampled(self, tensors: Iterable[torch.Tensor]) -> Callable[[], int]:
+        """Return a function that tells the bytes of tensors in memory that neither autograd nor optimizers hold."""
+        owned = sum(storage.nbytes() for storage in distinct_storages(tensors) if storage.device == self._device)
+        allocated = (
+            allocated_bytes if self._device.type == "cpu" else partial(torch.cuda.memory_allocated, self._device)
+        )
+        before = allocated() - owned
+
+        def sampled() -> int:
+            return max(allocated() - before - self._saved.in_bytes - self._state_bytes(), 0)
+
+        return sampled
+
+    # Steps
+
+    def _state_bytes(self) -> int:
+        return sum(state.in_bytes for state in self._states)
+
+    def _all_state_bytes(self) -> int:
+        """Bytes of all optimizers' state, in memory or not."""
+        if self._mode is None and self._steps > 1:
+            return sum(state.total_bytes for state in self._states)
+        found = [t for o in self._optimizers for values in o.state.values() for t in state_tensors(values)]
+        return sum(t.nbytes for t in found if t.device == self._device and t.nbytes >= LEAST_BYTES)
+
+    def _note(self) -> None:
+        """An op has run: note what its tensors take beside saved ones and state."""
+        if self._record.is_recording:
+            beside = self._residency.alive_bytes - self._saved.alive_bytes() - self._recorded_state_bytes
+            self._record.note(beside)
+
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer's step begins."""
+        self._record.updating(True)
+        if self._mode is None:
+            return
+        beside = self._residency.alive_bytes - self._saved.alive_bytes() - self._all_state_bytes()
+        self._updating_bytes = max(self._updating_bytes, beside)
+
+    def update_ends(self, optimizer: torch.optim.Optimizer) -> None:
+        self._record.updating(False)
+
+    def step_ends(self, whole_bytes: int | None) -> None:
+        """All optimizers have made a step; `whole_bytes` is the peak of the first one."""
+        self._steps += 1
+        followed = self._record.end_step(self._saved.packs)
+        if self._steps == 1:
+            self._recorded_state_bytes = self._all_state_bytes()
+            if self._share is not None:
+                assert whole_bytes is not None
+                self._limit_bytes = int(self._share * self._whole_bytes(whole_bytes))
+                self._residency.peak_bytes = 0
+                if self._mode is not None:
+                    self._residency.limit_bytes = self._limit_bytes
+            if self._mode is not None:
+                self._record.begin_recording()
+                return
+            if self._record.is_recording:
+                self._record.finish_recording()
+            tensors = list(tensors_of(self._owners))
+            if self._must_see_ops(tensors) or not (self._can_move_only_saved() or unseen_module(self._owners)):
+                self._see_ops(tensors)
+                self._residency.limit_bytes = self._limit_bytes or NEVER
+            else:
+                self._move_only_saved()
+        elif self._steps == 2 and self._mode is not None:
+            self._record.finish_recording()
+            if self._can_move_only_saved():
+                self._move_only_saved()
+        elif self._mode is None and self._steps > 2:
+            self._own()
+            if followed and self._saved.exceeded_bytes > self._warned_bytes:
+                self._warn_exceeded()
+
+    def _whole_bytes(self, seen_bytes: int) -> int:
+        """Return the peak of the first step: as seen, or as recorded and sampled."""
+        if self._mode is not None:
+            return seen_bytes
+        step = self._record.finish_recording()
+        return step.height + self._all_state_bytes()
+
+    def _can_move_only_saved(self) -> bool:
+        """Whether the step fits if only autograd's and the optimizers' tensors leave."""
+        step, limit_bytes = self._record.step, self._limit_bytes
+        if step is None or limit_bytes is None or not step.events or self._saved.loops > 1:
+            return False
+        if self._residency.copier.takes_memory_at_once:  # a GPU, where the order of streams is not checked yet
+            return False
+        largest = max((p.nbytes for o in self._optimizers for g in o.param_groups for p in g["params"]), default=0)
+        part = _UPDATED * largest if all(map(runs_in_parts, self._optimizers)) else self._all_state_bytes()
+        return max(step.floor, self._updating_bytes + part) <= limit_bytes
+
+    def _move_only_saved(self) -> None:
+        """From now on, only what autograd and the optimizers own leaves memory."""
+        self._stop_seeing()
+        limit_bytes, step = self._limit_bytes, self._record.step
+        assert limit_bytes is not None
+        assert step is not None
+        saved = self._saved
+        self._own()
+        over = step.height + self._recorded_state_bytes - limit_bytes
+        for state in self._states:
+            state.room = partial(self._room_of, state)
+            state.start(max(over, 0))
+            over -= state.total_bytes
+        saved.others_bytes = self._state_bytes
+        saved.free_others = lambda: any(state.free() for state in self._states)
+        saved.has_room = self._prefetch_state
+        saved.limit_bytes = limit_bytes
+
+    def _own(self) -> None:
+        self._saved.owns(distinct_storages(lasting(self._owners)))
+
+    def _room_of(self, state: OptimizerState) -> int:
+        """Return the bytes that an optimizer's state and update may take."""
+        if self._saved.limit_bytes is None:
+            return NEVER
+        others = self._state_bytes() - state.in_bytes
+        return self._saved.limit_bytes - self._updating_bytes - self._saved.in_bytes - others
+
+    def _prefetch_state(self, free_bytes: int) -> None:
+        for state in self._states:
+            free_bytes -= state.prefetch(free_bytes)
+
+    def _warn_exceeded(self) -> None:
+        self._warned_bytes = self._saved.exceeded_bytes
+        _log.warning(
+            "the budget of %s is exceeded by %s: of what autograd saved, %s is held by the loop too, and stays",
+            format_bytes(self._limit_bytes or 0),
+            format_bytes(self._saved.exceeded_bytes),
+            format_bytes(self._saved.held_bytes),
+        )
 
     def run(
         self, history: History, op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -254,13 +569,16 @@ class Budget:
         if not all(map(_is_plain, types)):
             return NotImplemented  # the subclass unwraps itself, and its inner tensors are dispatched here
         try:
-            if not self._is_active:  # in a thread that outlived the context
+            if not self._is_active or self._mode is None:  # in a thread that outlived the context
                 return op(*args, **kwargs)
             if not isinstance(op, OpOverload):
                 raise UnsupportedModel(
                     f"budget: {op} calls other functions from within torch, where no op can be seen"
                 )
             schema = schema_of(op)
+            if schema.is_composite and self._mode is not None:
+                with _Mode(self, history):
+                    return op.decompose(*args, **kwargs)
             run = self._run_view if schema.is_view else self._run_in_parts if schema.takes_lists else self._run
             return run(history, op, schema, args, kwargs)
         finally:
@@ -277,7 +595,7 @@ class Budget:
             self._residency.enter_stream()
             with self._sized(used):
                 result = op(*args, **kwargs)
-            self._record(history, number, list(used), [])
+            self._record_op(history, number, list(used), [])
         return result
 
     def _run(
@@ -324,6 +642,7 @@ class Budget:
             known = history.scratch_bytes(number)
             is_measured = known is None
             scratch = _UNKNOWN_SCRATCH * op_bytes if known is None else known
+            self._require(schema, op_bytes + scratch, "up to " if is_measured else "")
         running = _Running(history, number, schema, list(used), expected + scratch)
         if schema.may_grow:
             written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in schema.written]
@@ -389,7 +708,7 @@ class Budget:
         residency.note_peak()
         if not residency.make_room(0):
             self._require(schema, used_by(running.used) + used_by(running.made))
-        self._record(running.history, running.number, running.used, running.made)
+        self._record_op(running.history, running.number, running.used, running.made)
 
     def _note_recomputations(
         self,
@@ -417,7 +736,7 @@ class Budget:
             tracked.uses -= 1
         self._changed.notify_all()
 
-    def _record(self, history: History, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
+    def _record_op(self, history: History, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
         history.record(number, used, made)
         if self._process is not None and history.position % _DIVIDE_EVERY == 0:
             self._process.divide(self._residency)
@@ -514,12 +833,15 @@ class Budget:
             for tracked in sized:
                 self._residency.take_size(tracked)
 
-    def _require(self, schema: OpSchema, nbytes: int) -> None:
-        """Raise MemoryExceeded for an op that exceeds a given size. If the budget is a share, warn instead."""
+    def _require(self, schema: OpSchema, nbytes: int, about: str = "") -> None:
+        """Raise MemoryExceeded for an op that exceeds a given size. If the budget is a share, warn instead.
+
+        `about` says that the bytes are a guess.
+        """
         limit_bytes = self._residency.limit_bytes
         if nbytes <= limit_bytes:
             return
-        needs = f"{schema.name}: the op needs {format_bytes(nbytes)} ({nbytes} bytes) at once, the budget is"
+        needs = f"{schema.name}: the op needs {about}{format_bytes(nbytes)} ({nbytes} bytes) at once, the budget is"
         if self._process is not None:
             raise self._process.exceeded(f"{needs} {format_bytes(limit_bytes)}: ")
         if self._share is None:
@@ -544,11 +866,15 @@ class Budget:
                     break
 
     def _restore(self) -> None:
-        """Swap everything back in. Other threads' ops wait for that, and then run without the budget."""
+        """Bring everything back in. Other threads' ops wait for that, and then run without the budget."""
         with self._lock:
             process, self._process = self._process, None
             self._residency.measure = None
+            self._limit_bytes = self.limit_bytes
             try:
+                for state in self._states:
+                    state.close()
+                self._saved.bring_all_in()
                 self._residency.bring_all_in()
             finally:
                 self._is_active = False
@@ -561,16 +887,19 @@ class Budget:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._running.clear()
-        self._process = self._residency.measure = None
+        self._process = self._residency.measure = self._limit_bytes = None
         self._residency.after_fork()
+        self._saved.after_fork(self._lock)
+        for state in self._states:
+            state.after_fork(self._lock)
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Intercepts the ops of one thread."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, history: History | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._run = partial(budget.run, History())
+        self._run = partial(budget.run, history or History())
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

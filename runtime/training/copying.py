@@ -115,5 +115,5 @@ class CopyThread:
     def _make_here(self, copy: StorageCopy) -> None:
         start_s = time.perf_counter()
         copy.make()
-        byte_s = (time.perf_counter() - start_s) / copy.tracked.nbytes
+        byte_s = (time.perf_counter() - start_s) / copy.nbytes
         self._byte_s += (byte_s - self._byte_s) / (_SMOOTHING if self._byte_s else 1)

@@ -1,18 +1,31 @@
-"""Turns a share of the first step's peak into a size."""
+"""Tells when a loop's step ends: when every optimizer has made one. Measures the first."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from cohabit.runtime.training.residency import Residency
 
 
-class FirstStep:
-    """Measures a loop's first step, which ends when every optimizer has made a step.
+class Stepping(Protocol):
+    """Is told of steps."""
 
-    Its peak includes optimizer state: an optimizer's first step creates it, and it stays during later steps.
+    def update_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def update_ends(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def step_ends(self, whole_bytes: int | None) -> None:
+        """All optimizers have made a step; `whole_bytes` is the peak of the first."""
+        ...
+
+
+class FirstStep:
+    """Measures a loop's first step, and tells when steps end.
+
+    The first step's peak includes optimizer state: an optimizer's first step creates it, and it stays during later
+    steps. A later step ends with that of the optimizer that was the last in the first step.
     """
 
     def __init__(
@@ -20,10 +33,12 @@ class FirstStep:
         optimizers: Sequence[torch.optim.Optimizer],
         residency: Residency,
         lock: AbstractContextManager[Any],
-        share: float,
+        told: Stepping,
     ) -> None:
-        self._optimizers, self._residency, self._lock, self._share = optimizers, residency, lock, share
+        self._optimizers, self._residency, self._lock, self._told = optimizers, residency, lock, told
         self._left = set(map(id, optimizers))
+        self._last: int | None = None
+        """Id of the optimizer whose step ends the loop's."""
         self._before: dict[int, int] = {}
         """Bytes of tensors before each optimizer's step."""
         self._peak_bytes = 0
@@ -35,8 +50,7 @@ class FirstStep:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Inside the block, wait for the end of the first step, and set the limit then."""
-        # The hooks stay until the block ends: others may be running when the last step has been measured.
+        """Inside the block, wait for the ends of steps."""
         handles = [optimizer.register_step_pre_hook(self._begins) for optimizer in self._optimizers]
         handles += [optimizer.register_step_post_hook(self._ends) for optimizer in self._optimizers]
         try:
@@ -48,23 +62,26 @@ class FirstStep:
     def _begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         residency = self._residency
         with self._lock:
-            if not self._left:
-                return
-            residency.collect_dead()
-            self._before[id(optimizer)] = residency.used_bytes
-            self._peak_bytes = max(self._peak_bytes, residency.peak_bytes)
-            residency.peak_bytes = residency.used_bytes
+            self._told.update_begins(optimizer)
+            if self._left:
+                residency.collect_dead()
+                self._before[id(optimizer)] = residency.used_bytes
+                self._peak_bytes = max(self._peak_bytes, residency.peak_bytes)
+                residency.peak_bytes = residency.used_bytes
 
     def _ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         residency = self._residency
         with self._lock:
-            if id(optimizer) not in self._left:
-                return
-            self._left.discard(id(optimizer))
-            residency.collect_dead()
-            self._updating_bytes = max(self._updating_bytes, residency.peak_bytes)
-            self._state_bytes += max(residency.used_bytes - self._before[id(optimizer)], 0)
-            if not self._left:
-                whole_bytes = max(self._peak_bytes + self._state_bytes, self._updating_bytes)
-                residency.limit_bytes = int(self._share * whole_bytes)
-                residency.peak_bytes = 0
+            self._told.update_ends(optimizer)
+            if id(optimizer) in self._left:
+                self._left.discard(id(optimizer))
+                residency.collect_dead()
+                self._updating_bytes = max(self._updating_bytes, residency.peak_bytes)
+                self._state_bytes += max(residency.used_bytes - self._before[id(optimizer)], 0)
+                if not self._left:
+                    self._last = id(optimizer)
+                    whole_bytes = max(self._peak_bytes + self._state_bytes, self._updating_bytes)
+                    residency.peak_bytes = max(self._peak_bytes, self._updating_bytes)
+                    self._told.step_ends(whole_bytes)
+            elif id(optimizer) == self._last:
+                self._told.step_ends(None)

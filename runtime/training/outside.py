@@ -108,10 +108,8 @@ class Pins:
 
 
 @contextmanager
-def watching(
-    residency: Residency, lock: AbstractContextManager[Any], make_mode: Callable[[], AbstractContextManager[Any]]
-) -> Iterator[Pins]:
-    """Inside the block, replace methods that expose a tensor's bytes. Threads started in it run in a mode."""
+def watching(residency: Residency, lock: AbstractContextManager[Any]) -> Iterator[Pins]:
+    """Inside the block, replace methods that expose a tensor's bytes."""
     pins = Pins(residency)
 
     # Lookup of the arguments' tracked storages
@@ -182,7 +180,7 @@ def watching(
 
         return method
 
-    # Wrappers that pin nothing: sizes of evicted storages, calls that save, threads, and what is refused
+    # Wrappers that pin nothing: sizes of evicted storages, calls that save, and what is refused
 
     def sized(real: Any) -> Any:
         @wraps(real)
@@ -199,20 +197,6 @@ def watching(
                 return real(*args, **kwargs)
 
         return function
-
-    def started(real: Any) -> Any:
-        @wraps(real)
-        def start(thread: threading.Thread) -> None:
-            run = thread.run
-
-            def run_in_mode() -> None:
-                with make_mode():
-                    run()
-
-            thread.run = run_in_mode  # type: ignore[method-assign]
-            real(thread)
-
-        return start
 
     def refused(real: Any) -> Any:
         @wraps(real)
@@ -252,13 +236,32 @@ def watching(
             (torch.utils.dlpack, ("to_dlpack",), taken),
             (torch, ("set_flush_denormal",), arithmetic),
             (sys.modules.get("safetensors.torch"), ("save", "save_file", "save_model"), saving),
-            (threading.Thread, ("start",), started),
             (torch.cuda.CUDAGraph, ("capture_begin", "replay"), refused),
         ):
             for name in names:
                 if hasattr(owner, name):
                     stack.enter_context(_replaced(owner, name, wrap))
         yield pins
+
+
+def threads_in(make_context: Callable[[], AbstractContextManager[Any]]) -> AbstractContextManager[None]:
+    """Return a block inside which threads that start run in a context of their own."""
+
+    def started(real: Any) -> Any:
+        @wraps(real)
+        def start(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def run_in_context() -> None:
+                with make_context():
+                    run()
+
+            thread.run = run_in_context  # type: ignore[method-assign]
+            real(thread)
+
+        return start
+
+    return _replaced(threading.Thread, "start", started)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""The tensors of modules and optimizers, and the storages of tensors.
+"""The tensors of modules and optimizers, the storages of tensors, and who else holds these.
 
-Storages that cannot be resized (from files, shared memory or numpy) are replaced by torch's own.
+Storages that cannot be resized (from files or numpy) are replaced by torch's own, if the owners alone hold them.
 """
 
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,21 +12,57 @@ import torch
 from torch import nn
 
 from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.training.tracked import REFERENCES, storage_uses
 
 Owner = nn.Module | torch.optim.Optimizer | torch.Tensor
 
 
-def rehome(tensors: Iterable[torch.Tensor]) -> None:
+def held_by_others(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Return the ids of storages that others than these tensors may read: views, arrays, other processes."""
+    distinct = list({id(tensor): tensor for tensor in tensors}.values())
+    storages = {id(s): s for tensor in distinct for s in storages_of(tensor)}
+    own = Counter(id(s) for tensor in distinct if tensor.layout is torch.strided for s in storages_of(tensor))
+    held = set()
+    for key in list(storages):
+        storage = storages.pop(key)
+        # Beside the owners' tensors, its Python object is a use. That is held by this variable and the call's argument.
+        if (
+            storage_uses(storage._cdata) > own[key] + 1
+            or sys.getrefcount(storage) > REFERENCES
+            or storage.is_shared()
+        ):
+            held.add(key)
+    return held
+
+
+def unseen_module(owners: Iterable[Owner]) -> str | None:
+    """Return a module among the owners whose ops no mode may see: it would run otherwise, or not at all."""
+    for owner in owners:
+        for name, module in owner.named_modules() if isinstance(owner, nn.Module) else ():
+            if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+                return f"a compiled module ({name or type(module).__name__})"
+            if type(module).__name__ == "FullyShardedDataParallel":
+                return f"an FSDP module ({name or type(module).__name__})"
+    return None
+
+
+def has_compiled() -> bool:
+    """Whether the process has compiled anything with torch.compile. Under a mode it would run uncompiled."""
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and any(backend is not None for backend in frames.cached_backends.values())
+
+
+def rehome(tensors: Iterable[torch.Tensor], held: set[int]) -> None:
     """Move tensors with unresizable storages to new ones. Tied weights and views among `tensors` still share one.
 
-    Tensors elsewhere keep the old storage.
+    Storages that others hold too (their ids in `held`) stay.
     """
     moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             continue
         storage = tensor.untyped_storage()
-        if storage.resizable():
+        if storage.resizable() or id(storage) in held:
             continue
         if id(storage) not in moved:
             copied = torch.UntypedStorage(storage.nbytes(), device=storage.device)  # type: ignore[no-untyped-call]
@@ -89,26 +127,37 @@ def flat(owners: Iterable[Any]) -> Iterator[Owner]:
 
 
 def tensors_of(owners: Iterable[Owner]) -> Iterator[torch.Tensor]:
-    """Yield the owners' tensors, each followed by its gradient."""
+    """Yield the owners' tensors: first those that `lasting` yields, then gradients and optimizers' state."""
+    owners = list(owners)
+    yield from lasting(owners)
+    for tensor in lasting(owners):
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
     for owner in owners:
         if isinstance(owner, torch.optim.Optimizer):
-            found = [p for group in owner.param_groups for p in group["params"]]
-            found += [value for state in owner.state.values() for value in _tensors_in(state)]
+            for state in owner.state.values():
+                yield from state_tensors(state)
+
+
+def lasting(owners: Iterable[Owner]) -> Iterator[torch.Tensor]:
+    """Yield the owners' parameters, buffers and tensors."""
+    for owner in owners:
+        if isinstance(owner, torch.optim.Optimizer):
+            for group in owner.param_groups:
+                yield from group["params"]
         elif isinstance(owner, nn.Module):
-            found = [*owner.parameters(), *owner.buffers()]
+            yield from owner.parameters()
+            yield from owner.buffers()
         else:
-            found = [owner]
-        for tensor in found:
-            yield tensor
-            if tensor.is_leaf and tensor.grad is not None:
-                yield tensor.grad
+            yield owner
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def state_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a parameter's state."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        yield from _tensors_in(list(value.values()))
+        yield from state_tensors(list(value.values()))
     elif isinstance(value, list | tuple):
         for element in value:
-            yield from _tensors_in(element)
+            yield from state_tensors(element)

@@ -18,9 +18,9 @@ from cohabit.runtime.training.spill import SpillStore
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     NEVER,
-    StorageCopy,
     StorageRef,
     Tracked,
+    TrackedCopy,
     has_bytes,
     resize_storage,
     storage_nbytes,
@@ -40,6 +40,10 @@ class Residency:
         """If the budget is a total: bytes that may be allocated before the process's memory is measured again."""
         self.measure: Callable[[int], None] | None = None
         """If the budget is a total: makes sure that the process may allocate so many bytes."""
+        self.alive_bytes = 0
+        """Bytes of all counted storages, whether in memory or out."""
+        self.noted: Callable[[], None] = lambda: None
+        """Called when an op has run."""
         self.reserved_bytes = 0
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
@@ -48,15 +52,15 @@ class Residency:
         """Bytes computed again so far."""
         self.noting = Noting()
         self.device = device
-        self._spill = spill
-        self._copier = copier
+        self.spill = spill
+        self.copier = copier
         self._stream = 0
         """Stream of the op that is about to run, or has just run."""
         self._tracked: dict[int, Tracked] = {}
         self._evictable: OrderedDict[Tracked, None] = OrderedDict()
         """Evictable storages, least recently used first."""
         self._deaths: deque[StorageRef] = deque()
-        self._copies: deque[StorageCopy] = deque()
+        self._copies: deque[TrackedCopy] = deque()
 
     # Tracking
 
@@ -64,6 +68,11 @@ class Residency:
         found = self._tracked.get(id(storage))
         # Python reuses the ids of dead storages.
         return found if found is not None and found.ref() is storage else None
+
+    def nbytes_of(self, storage: Any) -> int:
+        """Return the size that a storage has in memory."""
+        found = self.find(storage)
+        return storage_nbytes(storage) if found is None else found.nbytes
 
     def track(self, storage: Any) -> Tracked | None:
         """Count a storage from now on. Returns None if it is too small, or on another device."""
@@ -73,15 +82,21 @@ class Residency:
         if has_bytes(storage):
             found = Tracked(storage, self._deaths, self._stream)
             self._tracked[found.key] = found
+            self.alive_bytes += found.nbytes
             self._allocated(found.nbytes)
             if not found.is_pinned:
                 self._evictable[found] = None
         return found
 
-    def adopt(self, storage: Any) -> None:
-        """Count a storage that was allocated earlier, on an unknown stream."""
-        if self.track(storage) is not None:
-            self._copier.streams.share(storage)
+    def adopt(self, storage: Any, stays: bool) -> None:
+        """Count a storage that was allocated earlier, on an unknown stream. `stays`: others may read it without ops."""
+        tracked = self.track(storage)
+        if tracked is None:
+            return
+        if stays:
+            tracked.is_pinned = True
+            self._evictable.pop(tracked, None)
+        self.copier.streams.share(storage)
 
     def collect_dead(self) -> int:
         """Forget dead storages, and complete copies that have ended. Returns the bytes of memory freed."""
@@ -90,6 +105,8 @@ class Residency:
             tracked = self._deaths.popleft().tracked
             tracked.is_dead = True
             self._evictable.pop(tracked, None)
+            if tracked.is_counted:
+                self.alive_bytes -= tracked.nbytes
             if not tracked.is_out and tracked.is_counted:
                 self.used_bytes -= tracked.nbytes
             tracked.is_counted = False
@@ -108,12 +125,13 @@ class Residency:
         if tracked.is_out or tracked.copy is not None:
             self.bring_in(tracked)
         if tracked.stream != self._stream:
-            self._copier.streams.share(tracked.storage)
+            self.copier.streams.share(tracked.storage)
         if tracked in self._evictable:
             self._evictable.move_to_end(tracked)
 
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.noted()
 
     def changed(self, tracked: Tracked) -> None:
         """Mark the bytes in memory as newer than the slot's. May be called just before they are written."""
@@ -134,6 +152,7 @@ class Residency:
             self._release_slot(tracked)
             tracked.recomputation = None
             self._allocated(now - tracked.nbytes)
+            self.alive_bytes += now - tracked.nbytes
             tracked.nbytes = now
             self.changed(tracked)
             if now < LEAST_BYTES:
@@ -144,7 +163,7 @@ class Residency:
         """Swap in bytes that will be read or written without an op, and keep them in memory."""
         self.enter_stream()
         self.bring_in(tracked)
-        self._copier.settle()
+        self.copier.settle()
         tracked.is_pinned = True
         self.changed(tracked)
         self._evictable.pop(tracked, None)
@@ -181,7 +200,7 @@ class Residency:
             self.take_room(tracked.nbytes)
             self._allocate(tracked, storage)
             try:
-                self._copier.make(StorageCopy(tracked, storage, is_load=True))
+                self.copier.make(TrackedCopy(tracked, storage, is_load=True))
             except BaseException:
                 self._deallocate(tracked, storage)
                 raise
@@ -226,7 +245,7 @@ class Residency:
     def give_size(self, tracked: Tracked) -> None:
         """Give an evicted storage its size. Swaps in its bytes only where a size alone would take memory."""
         storage = tracked.storage
-        if self._copier.takes_memory_at_once:
+        if self.copier.takes_memory_at_once:
             self.bring_in(tracked)
         elif storage is not None and tracked.is_out:
             resize_storage(storage, tracked.nbytes)
@@ -250,7 +269,7 @@ class Residency:
             tracked.is_counted = False
         self._tracked.clear()
         self._evictable.clear()
-        self.used_bytes = 0
+        self.used_bytes = self.alive_bytes = 0
 
     def _choose(
         self, after_s: float = -math.inf, *, idle: bool = False, is_wanted: Callable[[Tracked], bool] | None = None
@@ -276,7 +295,7 @@ class Residency:
 
     def _choose_dropped(self, copied: Tracked) -> Tracked | None:
         """Return a storage to drop instead of copying another; None if copying is cheaper."""
-        return self._choose(self._copier.copy_s(copied.nbytes), idle=True, is_wanted=self._can_drop)
+        return self._choose(self.copier.copy_s(copied.nbytes), idle=True, is_wanted=self._can_drop)
 
     def _can_drop(self, tracked: Tracked) -> bool:
         recomputation = tracked.recomputation
@@ -290,7 +309,7 @@ class Residency:
 
     def pays_to_recompute(self, tracked: Tracked, seconds: float) -> bool:
         """Whether computing again takes less time than copying out and in."""
-        return seconds < self._copier.copy_s(2 * tracked.nbytes)
+        return seconds < self.copier.copy_s(2 * tracked.nbytes)
 
     def _drop(self, tracked: Tracked) -> None:
         """Evict a storage without a copy. Its recomputation's inputs stay alive."""
@@ -326,7 +345,7 @@ class Residency:
             except BaseException:
                 self._deallocate(tracked, storage)
                 raise
-            self._copier.streams.publish()
+            self.copier.streams.publish()
             self._release_inputs(tracked)
             self._arrived(tracked)
             self.recomputed_bytes += tracked.nbytes
@@ -360,8 +379,8 @@ class Residency:
             return
         if not tracked.is_out and not tracked.is_clean:
             if tracked.slot is None:
-                tracked.slot = self._spill.take(tracked.nbytes)
-            self._copier.make(StorageCopy(tracked, storage, is_load=False))
+                tracked.slot = self.spill.take(tracked.nbytes)
+            self.copier.make(TrackedCopy(tracked, storage, is_load=False))
             self.moved_bytes += tracked.nbytes
             tracked.is_clean = True
         self._leave(tracked, storage)
@@ -395,12 +414,12 @@ class Residency:
         slot, tracked.slot = tracked.slot, None
         tracked.is_clean = False
         if slot is not None:
-            self._spill.give_back(slot, tracked.nbytes)
+            self.spill.give_back(slot)
 
     # Copies while ops run
 
     def start(self) -> None:
-        self._copier.start()
+        self.copier.start()
         self.enter_stream()
 
     def after_fork(self) -> None:
@@ -414,13 +433,13 @@ class Residency:
 
     def stop(self) -> None:
         """Make the pending copies, and complete them."""
-        self._copier.close()
+        self.copier.close()
         while self._copies:
             self._complete(self._copies.popleft())
 
     def enter_stream(self) -> None:
         """Take the calling thread's current stream as that of the next op."""
-        self._stream = self._copier.streams.current()
+        self._stream = self.copier.streams.current()
 
     def prefetch(self, tracked: Tracked) -> bool:
         """Start swapping a storage in, if it fits. Returns whether more prefetches may follow."""
@@ -453,7 +472,7 @@ class Residency:
                 self._leave(chosen, storage)
                 continue
             if chosen.slot is None:
-                chosen.slot = self._spill.take(chosen.nbytes)
+                chosen.slot = self.spill.take(chosen.nbytes)
             leaving += chosen.nbytes
             self._begin(chosen, storage, is_load=False)
 
@@ -461,9 +480,9 @@ class Residency:
         return sum(copy.is_load == is_load for copy in self._copies)
 
     def _begin(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        copy = tracked.copy = StorageCopy(tracked, storage, is_load)
+        copy = tracked.copy = TrackedCopy(tracked, storage, is_load)
         self._copies.append(copy)
-        self._copier.begin(copy)
+        self.copier.begin(copy)
 
     def _wait(self, tracked: Tracked) -> None:
         copy = tracked.copy
@@ -471,7 +490,7 @@ class Residency:
             copy.end.wait()
             self._complete(copy)
 
-    def _complete(self, copy: StorageCopy) -> None:
+    def _complete(self, copy: TrackedCopy) -> None:
         """Apply a finished copy. The storage may have been used or written since the copy began."""
         tracked, storage = copy.tracked, copy.storage
         copy.storage = None

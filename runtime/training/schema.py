@@ -37,6 +37,8 @@ class OpSchema:
     """Tensors with a number for each element of the lists."""
     may_grow: bool
     """It may resize its written arguments."""
+    is_composite: bool
+    """It arrives whole in inference mode only, where autograd does not decompose it: its results may be new or not."""
     outlives_call: bool
     """It goes on using its arguments' memory after it has returned."""
 
@@ -68,7 +70,17 @@ def schema_of(op: OpOverload) -> OpSchema:
             if argument.name == "scalars" and isinstance(argument.type, torch.TensorType)
         ),
         may_grow=schema.overload_name.endswith("out") or schema.name.startswith(_RESIZING),
+        is_composite=_is_composite(
+            schema.name if not schema.overload_name else f"{schema.name}.{schema.overload_name}"
+        ),
         outlives_call=schema.name.startswith(_COMMUNICATION),
+    )
+
+
+def _is_composite(name: str) -> bool:
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(name, "CompositeImplicitAutograd") and not any(
+        has_kernel(name, key) for key in ("CPU", "CUDA")
     )
 
 

@@ -1,4 +1,8 @@
-"""Holds the bytes of evicted storages: in RAM, pinned for a GPU, or in an unnamed file."""
+"""Holds the bytes of evicted storages: in RAM, pinned for a GPU, or in an unnamed file.
+
+Slots have capacities of a few classes, so that storages of varying sizes use the same slots. Slots that are free beyond
+a share of the peak are given back to the system.
+"""
 
 import ctypes
 import os
@@ -8,7 +12,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,13 +31,25 @@ _PIECE_BYTES = 4 << 20
 
 _SLAB_BYTES = 64 << 20
 """Size of the pieces in which host memory is pinned, which takes long."""
+_CLASSES: Final = 8
+"""Capacities between a power of two and the next: a slot is at most an eighth larger than what it holds."""
+_FREE_SHARE: Final = 4
+"""Free slots may take the peak of the used ones divided by this."""
+_PUNCH_HOLE: Final = 0x03
+"""FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of fallocate(2)."""
 
 _address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
-"""Torch's original: `outside.py` replaces this method of `UntypedStorage`."""
+_nbytes: Callable[[Any], int] = StorageBase.nbytes  # type: ignore[attr-defined]
+"""Torch's originals: `outside.py` replaces these methods of `UntypedStorage`."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class SpillSlot(Protocol):
     """Holds one storage's bytes. Two threads may use different slots at the same time."""
+
+    capacity: int
 
     def save(self, storage: Any) -> None: ...
 
@@ -41,11 +57,60 @@ class SpillSlot(Protocol):
 
 
 class SpillStore(Protocol):
-    """Allocates slots, and reuses released ones for storages of the same size. The caller holds a lock."""
+    """Allocates slots, and reuses released ones. The caller holds a lock."""
 
     def take(self, nbytes: int) -> SpillSlot: ...
 
-    def give_back(self, slot: SpillSlot, nbytes: int) -> None: ...
+    def give_back(self, slot: SpillSlot) -> None: ...
+
+
+def capacity_for(nbytes: int) -> int:
+    """Return the least capacity of a slot that holds `nbytes`."""
+    step = max(1 << (max(nbytes - 1, 1).bit_length() - 1), _BLOCK_BYTES * _CLASSES) // _CLASSES
+    return aligned(nbytes, step)
+
+
+Slot = TypeVar("Slot", bound=SpillSlot)
+
+
+class _Slots(Generic[Slot]):
+    """A store whose slots are reused, and given back to the system when many are free."""
+
+    frees = True
+    """Whether the memory of one slot can be given back."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Slot]] = defaultdict(list)
+        self.used_bytes = self.free_bytes = self._peak_bytes = 0
+
+    def _make(self, capacity: int) -> Slot:
+        raise NotImplementedError
+
+    def _drop(self, slot: Slot) -> None:
+        """Give a free slot's memory back to the system."""
+
+    def take(self, nbytes: int) -> Slot:
+        capacity = capacity_for(nbytes)
+        free = self._free[capacity]
+        if free:
+            self.free_bytes -= capacity
+            slot = free.pop()
+        else:
+            slot = self._make(capacity)
+        self.used_bytes += capacity
+        self._peak_bytes = max(self._peak_bytes, self.used_bytes)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        self.used_bytes -= slot.capacity
+        self.free_bytes += slot.capacity
+        self._free[slot.capacity].append(slot)
+        if not self.used_bytes:
+            self._peak_bytes -= self._peak_bytes // _FREE_SHARE  # a peak of long ago is forgotten
+        while self.frees and self.used_bytes + self.free_bytes > self._peak_bytes + self._peak_bytes // _FREE_SHARE:
+            capacity = max(capacity for capacity, free in self._free.items() if free)
+            self.free_bytes -= capacity
+            self._drop(self._free[capacity].pop())
 
 
 def bytes_of(storage: Any) -> torch.Tensor:
@@ -58,28 +123,24 @@ def _bytes_at(address: int, nbytes: int) -> Bytes:
 
 
 class _RamSlot:
-    def __init__(self, nbytes: int) -> None:
-        self._memory = np.frombuffer(anonymous_memory(nbytes), np.uint8)[:nbytes]
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._memory = np.frombuffer(anonymous_memory(capacity), np.uint8)
 
     def save(self, storage: Any) -> None:
-        np.copyto(self._memory, _bytes_at(_address(storage), len(self._memory)))  # releases the GIL
+        nbytes = _nbytes(storage)
+        np.copyto(self._memory[:nbytes], _bytes_at(_address(storage), nbytes))  # releases the GIL
 
     def load(self, storage: Any) -> None:
-        np.copyto(_bytes_at(_address(storage), len(self._memory)), self._memory)
+        nbytes = _nbytes(storage)
+        np.copyto(_bytes_at(_address(storage), nbytes), self._memory[:nbytes])
 
 
-class RamSpill:
-    """Keeps bytes in RAM. For a process on a CPU this saves no memory."""
+class RamSpill(_Slots[_RamSlot]):
+    """Keeps bytes in RAM. For a process on a CPU this saves no memory. A slot's memory goes with the object."""
 
-    def __init__(self) -> None:
-        self._free: dict[int, list[SpillSlot]] = defaultdict(list)
-
-    def take(self, nbytes: int) -> SpillSlot:
-        free = self._free[nbytes]
-        return free.pop() if free else _RamSlot(nbytes)
-
-    def give_back(self, slot: SpillSlot, nbytes: int) -> None:
-        self._free[nbytes].append(slot)
+    def _make(self, capacity: int) -> _RamSlot:
+        return _RamSlot(capacity)
 
 
 class _PinnedSlot:
@@ -87,35 +148,32 @@ class _PinnedSlot:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self._memory = memory
+        self.capacity = len(memory)
 
     def save(self, storage: Any) -> None:
         with torch._C._DisableTorchDispatch():
-            self._memory.copy_(bytes_of(storage), non_blocking=True)
+            self._memory[: _nbytes(storage)].copy_(bytes_of(storage), non_blocking=True)
 
     def load(self, storage: Any) -> None:
         with torch._C._DisableTorchDispatch():
-            bytes_of(storage).copy_(self._memory, non_blocking=True)
+            bytes_of(storage).copy_(self._memory[: _nbytes(storage)], non_blocking=True)
 
 
-class PinnedSpill:
+class PinnedSpill(_Slots[_PinnedSlot]):
     """Keeps bytes of a GPU's memory in pinned host memory, which is taken in large pieces."""
 
+    frees = False
+
     def __init__(self) -> None:
-        self._free: dict[int, list[SpillSlot]] = defaultdict(list)
+        super().__init__()
         self._slab = self._pinned(0)
 
-    def take(self, nbytes: int) -> SpillSlot:
-        """Return a slot. Raises MemoryExceeded if the host has no memory to pin."""
-        free = self._free[nbytes]
-        if free:
-            return free.pop()
-        if len(self._slab) < nbytes:
-            self._slab = self._pinned(max(nbytes, _SLAB_BYTES))
-        memory, self._slab = self._slab[:nbytes], self._slab[aligned(nbytes, _BLOCK_BYTES) :]
+    def _make(self, capacity: int) -> _PinnedSlot:
+        """Return a new slot. Raises MemoryExceeded if the host has no memory to pin."""
+        if len(self._slab) < capacity:
+            self._slab = self._pinned(max(capacity, _SLAB_BYTES))
+        memory, self._slab = self._slab[:capacity], self._slab[capacity:]
         return _PinnedSlot(memory)
-
-    def give_back(self, slot: SpillSlot, nbytes: int) -> None:
-        self._free[nbytes].append(slot)
 
     @staticmethod
     def _pinned(nbytes: int) -> torch.Tensor:
@@ -130,15 +188,15 @@ class PinnedSpill:
 
 
 class _FileSlot:
-    def __init__(self, file: "FileSpill", offset: int, nbytes: int) -> None:
-        self._file, self._offset, self._nbytes = file, offset, nbytes
+    def __init__(self, file: "FileSpill", offset: int, capacity: int) -> None:
+        self._file, self.offset, self.capacity = file, offset, capacity
 
     def save(self, storage: Any) -> None:
-        piece = self._file.piece()
-        for start in range(0, self._nbytes, _PIECE_BYTES):
-            part = piece[: min(_PIECE_BYTES, self._nbytes - start)]
+        piece, nbytes = self._file.piece(), _nbytes(storage)
+        for start in range(0, nbytes, _PIECE_BYTES):
+            part = piece[: min(_PIECE_BYTES, nbytes - start)]
             _copy_from(storage, start, part)
-            write_fully(self._file.descriptor, piece[: aligned(len(part), _BLOCK_BYTES)], self._offset + start)
+            write_fully(self._file.descriptor, piece[: aligned(len(part), _BLOCK_BYTES)], self.offset + start)
 
     def load(self, storage: Any) -> None:
         if os.getpid() != self._file.process_id:
@@ -146,10 +204,10 @@ class _FileSlot:
                 "budget: a forked process reads a tensor that was out when it was forked, from a file in which its"
                 " parent goes on writing; start it by 'spawn', or set store='ram'"
             )
-        piece = self._file.piece()
-        for start in range(0, self._nbytes, _PIECE_BYTES):
-            part = piece[: min(_PIECE_BYTES, self._nbytes - start)]
-            read_fully(self._file.descriptor, piece[: aligned(len(part), _BLOCK_BYTES)], self._offset + start)
+        piece, nbytes = self._file.piece(), _nbytes(storage)
+        for start in range(0, nbytes, _PIECE_BYTES):
+            part = piece[: min(_PIECE_BYTES, nbytes - start)]
+            read_fully(self._file.descriptor, piece[: aligned(len(part), _BLOCK_BYTES)], self.offset + start)
             _copy_to(storage, start, part)
 
 
@@ -170,13 +228,14 @@ def _copy_to(storage: Any, start: int, part: Bytes) -> None:
             bytes_of(storage)[start : start + len(part)].copy_(torch.from_numpy(part))
 
 
-class FileSpill:
+class FileSpill(_Slots[_FileSlot]):
     """Keeps bytes in a file, bypassing the page cache where the file system supports O_DIRECT.
 
     The file has no name, so it disappears however the process ends.
     """
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         handle, path = tempfile.mkstemp(dir=folder, prefix="cohabit-spill-")
         os.close(handle)
         self.descriptor = open_direct(Path(path), os.O_RDWR)
@@ -185,28 +244,28 @@ class FileSpill:
         self.process_id = os.getpid()
         self._folder = folder
         self._end = 0
-        self._free: dict[int, list[SpillSlot]] = defaultdict(list)
+        self._holes: dict[int, list[int]] = defaultdict(list)
+        """Offsets of dropped slots, by capacity. Their blocks are the file system's again."""
         self._buffers = threading.local()
 
-    def take(self, nbytes: int) -> SpillSlot:
-        """Return a slot. Raises MemoryExceeded if the disk is full."""
-        free = self._free[nbytes]
-        if free:
-            return free.pop()
-        length = aligned(nbytes, _BLOCK_BYTES)
+    def _make(self, capacity: int) -> _FileSlot:
+        """Return a new slot. Raises MemoryExceeded if the disk is full."""
+        holes = self._holes[capacity]
+        offset = holes.pop() if holes else self._end
         try:
-            os.posix_fallocate(self.descriptor, self._end, length)
+            os.posix_fallocate(self.descriptor, offset, capacity)
         except OSError as error:
             raise MemoryExceeded(
-                f"{self._folder}: no room for {format_bytes(self._end + length)} of tensors that leave memory"
-                f" ({error.strerror}); free some of the disk, choose another folder, or raise the budget"
+                f"{self._folder}: no room for {format_bytes(self.used_bytes + capacity)} of tensors that leave"
+                f" memory ({error.strerror}); free some of the disk, choose another folder, or raise the budget"
             ) from error
-        slot = _FileSlot(self, self._end, nbytes)
-        self._end += length
-        return slot
+        self._end = max(self._end, offset + capacity)
+        return _FileSlot(self, offset, capacity)
 
-    def give_back(self, slot: SpillSlot, nbytes: int) -> None:
-        self._free[nbytes].append(slot)
+    def _drop(self, slot: _FileSlot) -> None:
+        # A file system without holes keeps the blocks, and the slot is used again.
+        _libc.fallocate(self.descriptor, _PUNCH_HOLE, slot.offset, slot.capacity)
+        self._holes[slot.capacity].append(slot.offset)
 
     def piece(self) -> Bytes:
         """Return the calling thread's aligned buffer."""

@@ -1,11 +1,13 @@
 """Storages that a budget counts, and copies of their bytes in progress."""
 
+import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
+import torch
 from torch._C import StorageBase
 
 from cohabit.runtime.training.spill import SpillSlot
@@ -22,14 +24,28 @@ _SMOOTHING: Final = 64
 
 storage_nbytes: Callable[[Any], int] = StorageBase.nbytes  # type: ignore[attr-defined]
 resize_storage: Callable[[Any, int], Any] = StorageBase.resize_  # type: ignore[attr-defined]
-_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
+storage_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
 """Torch's originals: `outside.py` replaces these methods of `UntypedStorage`."""
+
+
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+"""Number of tensors over a storage, given by its `_cdata`, and of its Python object."""
+
+
+def _references() -> int:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return sys.getrefcount(storage)
+
+
+REFERENCES: Final = _references()
+"""`sys.getrefcount` of the Python object of a tensor's storage that one variable holds."""
 
 
 def has_bytes(storage: Any) -> bool:
     """Whether a storage has memory. That of a tensor of zeros that forward differentiation makes has none."""
     try:
-        return _address(storage) != 0
+        return storage_address(storage) != 0
     except RuntimeError:
         return False
 
@@ -93,7 +109,7 @@ class Tracked:
         """The slot's bytes equal those in memory."""
         self.is_pinned = not storage.resizable()
         """The bytes may be read without an op: they stay in memory."""
-        self.copy: StorageCopy | None = None
+        self.copy: TrackedCopy | None = None
         self.stream = stream
         """Stream on which its memory was allocated."""
         self.writes = 0
@@ -126,18 +142,27 @@ class End(Protocol):
 class StorageCopy:
     """A copy to be made, or in progress. Its reference keeps the storage alive meanwhile."""
 
-    __slots__ = ("end", "error", "is_load", "slot", "storage", "tracked", "writes")
+    __slots__ = ("end", "error", "is_load", "nbytes", "slot", "storage")
     end: End
     """Set when the copy begins, if it runs beside ops."""
 
-    def __init__(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        self.tracked, self.storage, self.is_load = tracked, storage, is_load
-        self.slot = cast(SpillSlot, tracked.slot)
-        self.writes = tracked.writes
+    def __init__(self, slot: SpillSlot, storage: Any, nbytes: int, is_load: bool) -> None:
+        self.slot, self.storage, self.nbytes, self.is_load = slot, storage, nbytes, is_load
         self.error: BaseException | None = None
 
     def make(self) -> None:
         (self.slot.load if self.is_load else self.slot.save)(self.storage)
+
+
+class TrackedCopy(StorageCopy):
+    """A copy of a tracked storage."""
+
+    __slots__ = ("tracked", "writes")
+
+    def __init__(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
+        super().__init__(cast(SpillSlot, tracked.slot), storage, tracked.nbytes, is_load)
+        self.tracked = tracked
+        self.writes = tracked.writes
 
 
 def used_by(trackeds: Collection[Tracked]) -> int:

@@ -1,0 +1,198 @@
+"""What a step does, event by event: autograd packs or unpacks a storage, and other tensors take so many bytes beside.
+
+Steps repeat, so a recorded step tells at each event what memory the next ops need beside saved tensors, how high memory
+will rise, and what is unpacked next. A step that departs from the record goes on with estimates.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+_WINDOW: Final = 8
+"""Events whose needs are considered before something is loaded ahead."""
+_UPCOMING: Final = 32
+"""Events to look ahead for what is unpacked next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    nbytes: int
+    """Of the storage; negative when it is unpacked."""
+    number: int
+    """The storage's first pack, counted from the step's beginning."""
+    saved_bytes: int
+    """Of all saved storages, whether in memory or not."""
+    seconds: float
+    """Since the step began."""
+
+
+@dataclass(slots=True)
+class Step:
+    """A recorded step."""
+
+    events: list[Event] = field(default_factory=list)
+    beside: list[int] = field(default_factory=list)
+    """After each event, until the next: most bytes of tensors that neither autograd nor the optimizers hold."""
+
+    @property
+    def height(self) -> int:
+        """Most bytes of saved and other tensors together, if all are in memory."""
+        heights = (event.saved_bytes + beside for event, beside in zip(self.events, self.beside, strict=True))
+        return max(heights, default=0)
+
+    @property
+    def floor(self) -> int:
+        """Most bytes of what an event needs and of other tensors: all other saved tensors may be out."""
+        needs = (abs(event.nbytes) + beside for event, beside in zip(self.events, self.beside, strict=True))
+        return max(needs, default=0)
+
+    @property
+    def most_beside(self) -> int:
+        return max(self.beside, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a searcher decided for a step."""
+
+    leaves: frozenset[int]
+    """Storages that leave, by the number of their first pack."""
+    returns: Mapping[int, tuple[int, ...]]
+    """By event: storages whose way back begins then."""
+
+
+class Record:
+    """Follows a thread's steps along a recorded one. The caller holds a lock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.step: Step | None = None
+        """The recorded step; None until there is one."""
+        self.choice: Choice | None = None
+        self.sampled: Callable[[], int] | None = None
+        """Returns the bytes of tensors in memory that are not autograd's, where no ops are seen."""
+        self._new: Step | None = None
+        """The step that is being recorded."""
+        self._began_s = clock()
+        self._at = -1
+        """The last event."""
+        self._first_pack = 0
+        """Number of the step's first pack."""
+        self.has_departed = False
+        self._is_alike = True
+        """Only sizes differ from the recorded ones so far."""
+        self._ratio = 1.0
+        """Size of this step's storages over that of the recorded ones."""
+        self._is_updating = False
+        self._peaks: list[int] = []
+        self._soon: list[int] = []
+
+    # Recording
+
+    def begin_recording(self) -> None:
+        self._new = Step()
+
+    @property
+    def is_recording(self) -> bool:
+        return self._new is not None
+
+    def note(self, beside_bytes: int) -> None:
+        """Note what tensors take beside saved ones and the optimizers' state."""
+        if self._new is not None and self._new.events and not self._is_updating:
+            self._new.beside[-1] = max(self._new.beside[-1], beside_bytes)
+
+    def updating(self, is_updating: bool) -> None:
+        """An optimizer's step begins or ends: it allocates by parts, not as recorded."""
+        self._is_updating = is_updating
+
+    def finish_recording(self) -> Step:
+        """End the recording: from now on, steps follow it."""
+        assert self._new is not None
+        step, self._new = self._new, None
+        self.step = step
+        heights = [event.saved_bytes + beside for event, beside in zip(step.events, step.beside, strict=True)]
+        self._peaks = [0] * len(heights)
+        self._soon = [0] * len(heights)
+        highest = 0
+        for index in reversed(range(len(heights))):
+            highest = self._peaks[index] = max(highest, heights[index])
+            self._soon[index] = max(step.beside[index : index + _WINDOW])
+        return step
+
+    # Following
+
+    def event(self, nbytes: int, first_pack: int, saved_bytes: int) -> None:
+        """Autograd packs a storage, or unpacks one (negative `nbytes`)."""
+        self._at += 1
+        number = first_pack - self._first_pack
+        if self._new is not None:
+            self._new.events.append(Event(nbytes, number, saved_bytes, self._clock() - self._began_s))
+            self._new.beside.append(0)
+            if self.sampled is not None:
+                beside = self._new.beside[-1] = self.sampled()
+                if len(self._new.beside) > 1:  # what was allocated since
+                    self._new.beside[-2] = max(self._new.beside[-2], beside)
+        if self.step is None:
+            return
+        if self._at >= len(self.step.events):
+            self.has_departed, self._is_alike = True, False
+            return
+        expected = self.step.events[self._at]
+        if expected.nbytes != nbytes or expected.number != number:
+            self.has_departed = True
+            if expected.nbytes * nbytes > 0 and expected.number == number:
+                self._ratio = max(self._ratio, nbytes / expected.nbytes)
+            else:
+                self._is_alike = False
+
+    def end_step(self, packs: int) -> bool:
+        """The step ends; `packs` is the number of the next one's first pack. Returns whether it followed the record."""
+        followed = self.step is not None and not self.has_departed
+        self._at, self._first_pack = -1, packs
+        self.has_departed, self._is_alike, self._ratio = False, True, 1.0
+        self._began_s = self._clock()
+        return followed
+
+    def beside(self) -> tuple[int, int]:
+        """Return the bytes beside saved tensors until the next event, and the highest point of memory ahead."""
+        step = self.step
+        if step is None or not step.events:
+            now = 0 if self.sampled is None else self.sampled()
+            return now, now
+        index = min(max(self._at, 0), len(step.events) - 1)
+        if not self.has_departed:
+            return step.beside[index], self._peaks[index]
+        if self._is_alike:
+            return self._scaled(step.beside[index]), self._scaled(self._peaks[index])
+        return self._scaled(step.most_beside), self._scaled(self._peaks[index])
+
+    def soon_beside(self) -> int:
+        """Return the most bytes beside saved tensors within the next events."""
+        step = self.step
+        if step is None or not step.events:
+            return self.beside()[0]
+        if not self._is_alike:
+            return self._scaled(step.most_beside)
+        return self._scaled(self._soon[min(max(self._at, 0), len(step.events) - 1)])
+
+    def _scaled(self, nbytes: int) -> int:
+        """Scale what grows with the batch: all but the least that there was at any time."""
+        assert self.step is not None
+        least = min(self.step.beside)
+        return least + int((nbytes - least) * self._ratio)
+
+    def upcoming(self, first_pack: int) -> Iterator[int]:
+        """Yield storages in the order in which they are unpacked after this one, by their first pack."""
+        step = self.step
+        if step is not None and self._is_alike:
+            for event in step.events[self._at + 1 : self._at + 1 + _UPCOMING]:
+                if event.nbytes < 0:
+                    yield self._first_pack + event.number
+        else:
+            yield from range(first_pack - 1, first_pack - 1 - _UPCOMING, -1)
+
+    def stays(self, first_pack: int) -> bool:
+        """Whether a searcher decided that a storage stays in memory."""
+        if self.choice is None or self.has_departed:
+            return False
+        return first_pack - self._first_pack not in self.choice.leaves
