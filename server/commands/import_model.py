@@ -21,7 +21,7 @@ from cohabit.server.errors import ConfigError
 from cohabit.server.format import tensor_table
 from cohabit.server.importing.declared_input import largest_size, parse_input
 from cohabit.server.importing.model_files import require_checkpoint, require_whole
-from cohabit.server.importing.script import require_script
+from cohabit.server.script import require_script
 
 if TYPE_CHECKING:
     from cohabit.server.importing.entry import ImportedEntry
