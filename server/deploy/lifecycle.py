@@ -150,7 +150,9 @@ class Lifecycle:
         """Warm up a loaded model and start serving it. Raises RepositoryError for a sample that fails."""
         lane = self._lanes[model.lane]
         await warm_up(lane, model.servable, model.source, model.sequences)
-        statistics = self._registry.served(model.source, model.servable.info, model.footprint)
+        statistics = self._registry.served(
+            model.source, model.servable.info, model.footprint, model.lowered.archive
+        )
         lane.add(model.servable, statistics, model.source.policy, model.sequences)
         self.serving[model.key] = model
 

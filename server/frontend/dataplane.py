@@ -141,11 +141,11 @@ class DataPlane:
         """Return the descriptions of all READY versions, ascending."""
         return [entry.info for entry in self._client.catalog if entry.info is not None]
 
-    def pools_first(self, info: ModelInfo) -> bool:
-        """Whether the model's configuration selects the first token's state as a text's embedding."""
+    def pooling(self, info: ModelInfo) -> str:
+        """Return how the states of a text's tokens become its embedding, one of POOLINGS."""
         entry = self._client.catalog.get(*info.key)
         config = None if entry is None or entry.config is None else ModelConfig.FromString(entry.config)
-        return pooling_of(config) == "cls"
+        return pooling_of(config)
 
     def metadata(self, model: str, version: str | None) -> dict[str, Any]:
         """Return a model's metadata, with all READY versions. Raises as `describe` does."""
@@ -303,10 +303,22 @@ class DataPlane:
         try:
             return await self._client.infer(request, info, lease, on_spans)
         except ModelNotFound:
-            present = self.describe(info.name, version)
-            if replace(present, version=info.version) != info:
+            if (present := self.successor(info, version)) is None:
                 raise
         return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
+
+    def successor(self, info: ModelInfo, version: str | None = None) -> ModelInfo | None:
+        """Return the current load of `version`, or of the highest READY version if None, in place of another version.
+
+        None if it takes other tensors. Raises as `describe` does.
+        """
+        present = self.describe(info.name, version)
+        return present if replace(present, version=info.version) == info else None
+
+    def archive_of(self, model: ModelKey) -> str | None:
+        """Return the fingerprint of a version's archive; None if the version is not served."""
+        entry = self._client.catalog.get(*model)
+        return None if entry is None or entry.info is None else entry.archive
 
     def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
         """Forget a sequence that has no further requests."""

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from cohabit.server.errors import InvalidRequest, Overloaded, SequenceLost
+from cohabit.server.errors import InvalidRequest, ModelNotFound, Overloaded, Refused, SequenceLost
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.model_files import ModelFiles
 from cohabit.server.frontend.threads import call
@@ -24,15 +24,15 @@ from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.ipc.model import GENERATION, Array, LanguageDocument, ModelInfo
 from cohabit.server.ipc.request import Parameters, RequestedOutput
 from cohabit.server.protocol.datatypes import DTYPES
-from cohabit.server.protocol.decoding import Sampler, Sampling, StopStrings, log_probabilities
+from cohabit.server.protocol.decoding import Sampler, StopStrings, log_probabilities
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 
 _TOKENS, _LOGITS = "input_ids", "logits"
 _MOST_BYTES = 4 << 20
 _PATIENCE_S = 30.0
 """Seconds that a started text waits for memory."""
-_QUICK_VOCABULARY = 64 << 10
-"""Largest vocabulary whose tokens are sampled on the event loop."""
+_QUICK_VOCABULARY = 32 << 10
+"""Largest vocabulary whose tokens are sampled on the event loop. Greedy sampling takes microseconds for all."""
 
 
 _document = msgspec.json.Decoder(LanguageDocument)
@@ -73,28 +73,57 @@ class TokenSequence:
     plane: DataPlane
     info: ModelInfo
     tokens: list[int]
+    prompt_length: int
     done: int = 0
     name: str = ""
     """Name of the engine's sequence; empty before the first step."""
+    _archive: str | None = None
+    """Fingerprint of the archive whose weights compute the text; None before the first step."""
 
     async def logits(self) -> Array:
         """Return the logits of the next token [vocabulary], float32.
 
-        Requires tokens that the engine does not have yet. Raises RequestError.
+        Requires tokens that the engine does not have yet. Raises RequestError, also if other weights have replaced
+        those that the text began with.
         """
         answer: Array | None = None
         while self.done < len(self.tokens):
             piece = self.tokens[self.done : self.done + self._most]
+            done = self.done + len(piece)
             try:
                 answer = await self._step_with_retries(piece, start=self.done == 0)
             except SequenceLost:
                 if self.done == 0:
                     raise
-                self.done = 0  # the engine has restarted, and needs the whole text again
-            else:
-                self.done += len(piece)
+                done = 0  # the engine has restarted, and needs the whole text again
+            except ModelNotFound:
+                if not self._is_replaced:
+                    raise
+            if self._is_replaced:
+                self._begin_again()
+                done = 0
+            self.done = done
         assert answer is not None
         return answer
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether other weights have replaced those of the steps so far, or the version was unloaded.
+
+        The catalog is updated before a new load answers.
+        """
+        return self._archive is not None and self.plane.archive_of(self.info.key) != self._archive
+
+    def _begin_again(self) -> None:
+        """Forget the steps of replaced weights. Raises Refused if the client may have tokens of these."""
+        if len(self.tokens) > self.prompt_length:
+            raise Refused(
+                "ModelNotReady",
+                f"version {self.info.version} of model '{self.info.name}' was replaced or unloaded while it generated"
+                " this text, which ends here; send it again",
+            )
+        self.close()
+        self._archive = None
 
     async def _step_with_retries(self, piece: Sequence[int], start: bool) -> Array:
         """Run a step; a started text waits while the server is overloaded."""
@@ -108,7 +137,13 @@ class TokenSequence:
                 await asyncio.sleep(error.retry_after_s)
 
     async def _step(self, piece: Sequence[int], start: bool) -> Array:
-        plane, info = self.plane, self.info
+        plane = self.plane
+        if self._archive is None:
+            # A version that was replaced since the request arrived has a successor.
+            if plane.archive_of(self.info.key) is None:
+                self.info = plane.successor(self.info) or self.info
+            self._archive = plane.archive_of(self.info.key)
+        info = self.info
         if start:
             self.name = f"text-{uuid.uuid4().hex}"
         sequence: Parameters = {"sequence_id": self.name, "sequence_start": start}
@@ -121,7 +156,9 @@ class TokenSequence:
             return np.array([piece], DTYPES[info.inputs[0].datatype])
 
         with plane.memory.lease() as lease, plane.regions.use() as regions:
-            answer = await plane.infer(fit(message, info, regions, read, binary=True), info, lease)
+            answer = await plane.infer(
+                fit(message, info, regions, read, binary=True), info, lease, str(info.version)
+            )
             logits: Array = answer.outputs[_LOGITS][0].astype(np.float32)
             return logits
 
@@ -143,9 +180,10 @@ class Text:
     info: ModelInfo
     tokenizer: LoadedTokenizer | None
     prompt: list[int]
-    sampling: Sampling
+    sampler: Sampler
     stops: Sequence[str]
     stop_ids: Sequence[int]
+    cleans_up_spaces: bool
     most: int
     """Maximum number of generated tokens."""
     likely: int | None
@@ -171,26 +209,32 @@ class TextPiece:
 
 async def generate(plane: DataPlane, text: Text) -> AsyncGenerator[TextPiece, None]:
     """Generate a text token by token. Closing or cancelling the generator ends the text. Raises RequestError."""
-    info, sampler, stops = text.info, Sampler(text.sampling), StopStrings(text.stops)
-    decoder = None if text.tokenizer is None else text.tokenizer.decoder(text.prompt)
-    sequence = TokenSequence(plane, info, list(text.prompt))
+    info, sampler, stops, tokenizer = text.info, text.sampler, StopStrings(text.stops), text.tokenizer
+    decoder = None if tokenizer is None else tokenizer.decoder(text.prompt, cleans_up=text.cleans_up_spaces)
+    sequence = TokenSequence(plane, info, list(text.prompt), len(text.prompt))
     slow = info.outputs[0].shape[-1] > _QUICK_VOCABULARY
     started_s = time.monotonic()
     with plane.generating(), closing(sequence):
         while text.finish_reason is None:
             logits = await sequence.logits()
-            token = await call(slow and text.sampling.temperature > 0, sampler.choose, logits)
+            token = await call(slow and not sampler.is_greedy, sampler.choose, logits)
             now_s = time.monotonic()
             plane.generated(info.key, now_s - started_s, first=not text.generated)
             started_s = now_s
             text.generated += 1
-            is_end = token in text.stop_ids
-            piece = "" if is_end or decoder is None else stops.push(decoder.push(token))
+            is_end, piece = token in text.stop_ids, ""
+            if decoder is not None and tokenizer is not None:
+                # A special token is no text, but may be a stop string, or a part of one.
+                piece = stops.push(tokenizer.special(token), hidden=True)
+                piece += "" if is_end else stops.push(decoder.push(token))
             if is_end or stops.found:
                 text.finish_reason = "stop"
             elif text.generated >= text.most:
                 text.finish_reason = "length"
-            if text.finish_reason is not None and not stops.found:
+            if text.finish_reason is not None and decoder is not None and not stops.found:
+                piece += stops.push(decoder.flush())
+                if stops.found:
+                    text.finish_reason = "stop"
                 piece += stops.flush()
             likely = None
             if text.likely is not None:

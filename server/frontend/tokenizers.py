@@ -1,11 +1,15 @@
 """Tokenizers of text models: `tokenizer.json` in a model's folder, read on the model's first text."""
 
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 
 from cohabit.server.errors import InvalidRequest, Refused
@@ -16,17 +20,43 @@ from cohabit.server.ipc.model import TOKENIZER
 from cohabit.server.protocol.embedding import MOST_TOKENS, Tokens
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
 _MOST_BYTES = 64 << 20
 _TOKEN = np.dtype(np.int32)
 _PADDING = ("[PAD]", "<pad>")
 _TOKENIZED_TOGETHER = 16 << 10
 """Characters tokenized in one call: others have their turns in between, and memory is bounded."""
+_WINDOW = 16
+"""Least number of tokens that are decoded with a new one, unless the text has fewer."""
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What an incomplete character is decoded to. As the end of a text, it may be completed by further tokens."""
+_MOST_ANCHORS = 4096
+_CLEANING = (
+    *((f" {mark}", mark) for mark in ".?!,"),
+    (" ' ", "'"),
+    *((f" {end}", end) for end in ("n't", "'m", "'s", "'ve", "'re")),
+)
+"""What transformers replaces in decoded texts if a tokenizer cleans up spaces, in this order."""
+_CLEANED = 8
+"""Maximum number of characters, counted from a space, that cleaning up looks at."""
 
 
-@dataclass(frozen=True, slots=True)
+def _byte_of_letter() -> dict[str, int]:
+    """Return the byte of each letter of byte-level tokens: printable Latin-1 stands for itself, others follow 255."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTE_OF_LETTER = _byte_of_letter()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
 class LoadedTokenizer:
+    """A tokenizer, and what its tokens stand for."""
+
     tokenizer: "Tokenizer"
     padding_id: int
 
@@ -38,23 +68,149 @@ class LoadedTokenizer:
         encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special)
         return [np.array(one.ids, _TOKEN) for one in encoded]
 
-    def decoder(self, prompt: Sequence[int]) -> "TextDecoder":
-        """Return a decoder for the tokens after a prompt."""
-        return TextDecoder(self.tokenizer, prompt)
+    def decoder(self, prompt: Sequence[int], *, cleans_up: bool = False) -> "TextDecoder":
+        """Return a decoder for the tokens after a prompt. `cleans_up` is `LanguageDocument.cleans_up_spaces`."""
+        return TextDecoder(self, prompt, cleans_up)
+
+    def special(self, token: int) -> str:
+        """Return the text of a special token; empty for other tokens."""
+        added = self._added.get(token)
+        return added.content if added is not None and added.special else ""
+
+    def is_shown(self, token: int) -> bool:
+        """Whether a token adds to the text: it is known, and not special."""
+        return not self.special(token) and self.tokenizer.id_to_token(token) is not None
+
+    def byte(self, token: int) -> int | None:
+        """Return the byte of a byte-fallback token, which is decoded with the bytes around it; None for others."""
+        found = _BYTE_TOKEN.fullmatch(self.tokenizer.id_to_token(token) or "") if self._falls_back else None
+        return None if found is None else int(found[1], 16)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token adds within a text, of UTF-8 characters that may be incomplete."""
+        name, added = self.tokenizer.id_to_token(token), self._added.get(token)
+        if name is None or added is not None:
+            return (name or "").encode()
+        if (byte := self.byte(token)) is not None:
+            return bytes([byte])
+        if self._has_letters and all(letter in _BYTE_OF_LETTER for letter in name):
+            return bytes(_BYTE_OF_LETTER[letter] for letter in name)
+        # A token decoded alone may lose its leading space.
+        before = [] if self._anchor is None else [self._anchor]
+        start, text = (self.decoded(tokens) for tokens in (before, [*before, token]))
+        return text.removeprefix(start).encode()
+
+    def name(self, token: int) -> str:
+        """Return a token's text for people, unlike that of other tokens: incomplete characters appear as bytes."""
+        if self.tokenizer.id_to_token(token) is None:
+            return f"token_id:{token}"
+        try:
+            return self.bytes_of(token).decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token))
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def _added(self) -> Mapping[int, "AddedToken"]:
+        added: Mapping[int, AddedToken] = self.tokenizer.get_added_tokens_decoder()
+        return added
+
+    @cached_property
+    def _decoders(self) -> set[str]:
+        """The types of the tokenizer's decoders."""
+        decoder = self.tokenizer.decoder
+        state = {} if decoder is None else msgspec.json.decode(decoder.__getstate__())
+        return {one["type"] for one in (state, *state.get("decoders", ())) if "type" in one}
+
+    @property
+    def _falls_back(self) -> bool:
+        return "ByteFallback" in self._decoders
+
+    @property
+    def _has_letters(self) -> bool:
+        return "ByteLevel" in self._decoders
+
+    @cached_property
+    def _anchor(self) -> int | None:
+        """A token of plain text, in front of others."""
+        tokens = range(min(self.tokenizer.get_vocab_size(), _MOST_ANCHORS))
+        plain = (t for t in tokens if self.is_shown(t) and self.byte(t) is None)
+        return next((t for t in plain if self.decoded([t]).isalnum()), None)
 
 
 class TextDecoder:
-    """Decodes tokens that arrive one by one, as soon as they form whole characters."""
+    """Decodes tokens that arrive one by one. All pieces together are the decoded text of all tokens.
 
-    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int]) -> None:
-        from tokenizers.decoders import DecodeStream
+    A window of the last tokens is decoded for each token. Text that a further token may change is held back: the end of
+    an incomplete character, and byte-fallback tokens, which become characters only if all bytes in a row are valid.
+    """
 
+    def __init__(self, tokenizer: LoadedTokenizer, prompt: Sequence[int], cleans_up: bool) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=list(prompt), skip_special_tokens=True)
+        self._cleans_up = cleans_up
+        self._tokens = self._end_of(prompt)
+        """The window's tokens. Text is held back only after the first of them."""
+        self._sent = self._window()
+        """The part of the window's text that was returned, or that belongs to the prompt."""
 
     def push(self, token: int) -> str:
-        """Add a token, and return the whole characters that it completes."""
-        return self._stream.step(self._tokenizer, token) or ""
+        """Add a token, and return the text that no further token will change."""
+        if not self._tokenizer.is_shown(token):
+            return ""
+        self._tokens.append(token)
+        if self._tokenizer.byte(token) is not None:
+            return ""
+        text = self._window()
+        stable = text.removesuffix(_INCOMPLETE)
+        if self._cleans_up and (space := stable.find(" ", max(len(stable) - _CLEANED, 0))) >= 0:
+            stable = stable[:space]
+        piece = self._rest(stable)
+        if len(self._tokens) > 2 * _WINDOW:
+            held = len(text) - len(self._sent)
+            self._tokens = self._end_of(self._tokens)
+            text = self._window()
+            self._sent = text[: len(text) - held]
+        return piece
+
+    def flush(self) -> str:
+        """Return the held-back text, at the end of the text."""
+        return self._rest(self._window())
+
+    def _window(self) -> str:
+        text = self._tokenizer.decoded(self._tokens)
+        if self._cleans_up:
+            for spaced, joined in _CLEANING:
+                text = text.replace(spaced, joined)
+        return text
+
+    def _rest(self, text: str) -> str:
+        """Return the text after the sent one. A character that began in the prompt replaces its incomplete form."""
+        sent = self._sent
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sent, text, strict=False)))
+        rest = text[alike:]
+        if rest:
+            self._sent = text
+        return rest
+
+    def _end_of(self, tokens: Sequence[int]) -> list[int]:
+        """Return the last tokens that add to the text: at least a window, from a token on that is not a single byte.
+
+        They begin with visible text, since decoders strip spaces at the start.
+        """
+        tokenizer, end = self._tokenizer, list[int]()
+        for token in reversed(tokens):
+            if not tokenizer.is_shown(token):
+                continue
+            end.append(token)
+            if len(end) >= _WINDOW and tokenizer.byte(token) is None:
+                start = tokenizer.decoded(end[: -_WINDOW // 2 - 1 : -1])
+                if start.strip(_INCOMPLETE).strip():
+                    break
+        return end[::-1]
 
 
 async def tokens_in(
@@ -127,4 +283,6 @@ def _loaded(path: Path) -> LoadedTokenizer:
     # Texts are padded here, to the longest of a request; texts that are too long are refused.
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return LoadedTokenizer(tokenizer, padding_id)
+    loaded = LoadedTokenizer(tokenizer, padding_id)
+    loaded.name(0)  # properties that take time are computed on this thread
+    return loaded

@@ -124,7 +124,7 @@ class InferenceApi:
                 before, after = (b"data: ", b"\n\n") if streams else (b"", b"")
                 headers: dict[str, str] = {hdrs.CONTENT_TYPE: _EVENTS if streams else JSON}
                 return LeasedResponse(lease, (before, written, after), headers)
-        return await self._texts.generate(asked, info, streams=streams)
+        return await self._texts.generate(*asked, info, streams=streams)
 
 
 async def _encode(

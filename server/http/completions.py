@@ -1,5 +1,6 @@
 """Text generation, whole or as server-sent events: OpenAI's completions and chats, and Triton's generate."""
 
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta, structs
 
-from cohabit.server.errors import InvalidRequest, RequestError
+from cohabit.server.errors import InvalidRequest, Refused, RequestError
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.generation import (
     LanguageDocuments,
@@ -19,16 +20,19 @@ from cohabit.server.frontend.generation import (
     TextPiece,
     generate,
 )
-from cohabit.server.frontend.templates import rendered
-from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.templates import REASONING, ChatTemplates
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.http.answers import json_response
 from cohabit.server.http.body import read_body
 from cohabit.server.http.errors import error_of
 from cohabit.server.http.events import EventStream
+from cohabit.server.http.text_fields import refuse_unsupported
 from cohabit.server.ipc.model import LanguageDocument, ModelInfo
-from cohabit.server.protocol.decoding import Sampling
+from cohabit.server.log import log_internal_error
+from cohabit.server.protocol.decoding import Sampler, Sampling
 from cohabit.server.protocol.json_body import parse_json
+
+_log = logging.getLogger("cohabit.frontend")
 
 MOST_TEXT_BYTES = 1 << 20
 """Maximum size of a body with a text to continue."""
@@ -47,8 +51,18 @@ Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Stops = str | list[str] | None
 
 
-class StreamOptions(msgspec.Struct):
+_IGNORED_OF_MESSAGES = frozenset({"role", "content", "name", "refusal", "annotations", "tool_call_id", *REASONING})
+"""Fields of messages that a chat template may leave out."""
+_MOST_LISTS = 1 << 17
+"""Maximum number of lists and objects in a body, which is also refused for as many brackets in its texts."""
+
+Message = dict[str, Any]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
+    include_obfuscation: bool = False
+    """OpenAI's padding of events against observers. Has no effect."""
 
 
 class _Asked(msgspec.Struct, kw_only=True):
@@ -74,6 +88,11 @@ class _Asked(msgspec.Struct, kw_only=True):
     """Not OpenAI's: returns the token ids of each piece of text."""
 
     @property
+    def most_tokens(self) -> int | None:
+        """Maximum number of tokens to generate, if given."""
+        return self.max_tokens
+
+    @property
     def stops(self) -> list[str]:
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > _MOST_STOPS or any(not 0 < len(stop) <= _MOST_STOP_CHARACTERS for stop in stops):
@@ -82,8 +101,7 @@ class _Asked(msgspec.Struct, kw_only=True):
             )
         return stops
 
-    @property
-    def sampling(self) -> Sampling:
+    def sampler(self) -> Sampler:
         if self.n not in (None, 1):
             raise InvalidRequest(
                 f"n is {self.n}; one text is generated per request: send the request {self.n} times"
@@ -94,7 +112,7 @@ class _Asked(msgspec.Struct, kw_only=True):
             raise InvalidRequest("logit_bias: keys are token ids") from error
         if any(token < 0 for token in bias):
             raise InvalidRequest("logit_bias: keys are token ids")
-        return Sampling(
+        sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=self.top_k or 0,
@@ -103,24 +121,16 @@ class _Asked(msgspec.Struct, kw_only=True):
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=bias,
         )
+        return Sampler(sampling)
 
 
 class CompletionBody(_Asked, kw_only=True):
     prompt: msgspec.Raw
     """A text, token ids, or a list with one of these."""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
-    echo: bool | None = None
-    best_of: int | None = None
-    suffix: str | None = None
 
 
 _A = TypeVar("_A", bound=_Asked)
-
-
-class Message(msgspec.Struct, omit_defaults=True):
-    role: str
-    content: str | list[dict[str, Any]] | None = None
-    name: str | None = None
 
 
 class ChatBody(_Asked, kw_only=True):
@@ -128,8 +138,10 @@ class ChatBody(_Asked, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    tools: list[Any] | None = None
-    response_format: dict[str, Any] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 class GenerateBody(_Asked, kw_only=True):
@@ -140,7 +152,6 @@ class GenerateBody(_Asked, kw_only=True):
     text_input: str
     id: str = ""
     stop_words: Stops = None
-    bad_words: Stops = None
 
     @property
     def stops(self) -> list[str]:
@@ -177,63 +188,58 @@ class CompletionsApi:
     def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
         self._plane = plane
         self._documents = LanguageDocuments(plane.repository)
+        self._templates = ChatTemplates()
         self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
 
-    async def generate(self, asked: GenerateBody, info: ModelInfo, *, streams: bool) -> web.StreamResponse:
+    async def generate(
+        self, asked: GenerateBody, sampler: Sampler, info: ModelInfo, *, streams: bool
+    ) -> web.StreamResponse:
         """Continue a text, for Triton's generate extension."""
         with self._plane.fitting(info.key):
-            if asked.bad_words:
-                raise InvalidRequest("bad_words is not supported; leave it out, or lower tokens by logit_bias")
             document = await self._documents.of(info)
             tokenizer = await self._plane.tokenizers.of(info.name)
             prompt = await self._tokens(asked.text_input, info, tokenizer, adds_special=True)
-            most = asked.max_tokens or _USUAL_TOKENS
-            text = self._text(asked, info, tokenizer, prompt, document, most, None)
+            text = self._text(asked, sampler, info, tokenizer, prompt, document, None)
         return await self._answer(asked, text, _Generated(text, asked.id), streams=streams)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete a prompt."""
-        async with self._read(request, CompletionBody, "send a shorter prompt") as (asked, info, document):
-            for name in ("echo", "suffix"):
-                if getattr(asked, name):
-                    raise InvalidRequest(f"{name} is not supported; leave it out")
-            if asked.best_of not in (None, 1):
-                raise InvalidRequest(f"best_of is {asked.best_of}; one text is generated per request")
+        async with self._read(request, CompletionBody, "send a shorter prompt") as read:
+            asked, sampler, info, document = read
             tokenizer = await self._plane.tokenizers.find(info.name)
             prompt = await self._prompt(asked.prompt, info, tokenizer)
-            most = asked.max_tokens or _USUAL_TOKENS
-            text = self._text(asked, info, tokenizer, prompt, document, most, asked.logprobs)
+            text = self._text(asked, sampler, info, tokenizer, prompt, document, asked.logprobs)
         return await self._answer(asked, text, _Completion(text, _named(asked, text)), streams=bool(asked.stream))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
-        async with self._read(request, ChatBody, "send a shorter conversation") as (asked, info, document):
-            _refuse_of_chats(asked)
+        async with self._read(request, ChatBody, "send a shorter conversation") as read:
+            asked, sampler, info, document = read
             tokenizer = await self._plane.tokenizers.of(info.name)
             conversation = [_plain(message) for message in asked.messages]
-            prompt_text = await call(True, rendered, info.name, document, conversation)
+            _refuse_unread(conversation, document)
+            prompt_text = await self._templates.rendered(info.name, document, conversation)
             prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
-            most = asked.max_completion_tokens or asked.max_tokens or info.context
             likely = (asked.top_logprobs or 0) if asked.logprobs else None
-            text = self._text(asked, info, tokenizer, prompt, document, most, likely)
+            text = self._text(asked, sampler, info, tokenizer, prompt, document, likely)
         return await self._answer(asked, text, _Chat(text, _named(asked, text)), streams=bool(asked.stream))
 
     @asynccontextmanager
     async def _read(
         self, request: web.Request, of_type: type[_A], way_out: str
-    ) -> AsyncIterator[tuple[_A, ModelInfo, LanguageDocument]]:
+    ) -> AsyncIterator[tuple[_A, Sampler, ModelInfo, LanguageDocument]]:
         """Read a body into memory leased for this block, and find its model. Counts mismatched requests."""
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, way_out)
-            asked = await plane.decode(len(body) > _QUICK_BODY_BYTES, parse_json, body, of_type)
+            asked, sampler = await plane.decode(len(body) > _QUICK_BODY_BYTES, _parsed, body, of_type)
             info = plane.require_ready(asked.model)
             with plane.fitting(info.key):
-                yield asked, info, await self._documents.of(info)
+                yield asked, sampler, info, await self._documents.of(info)
 
     async def _prompt(self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None) -> list[int]:
         slow = len(memoryview(given)) > _QUICK_BODY_BYTES
-        parsed = await self._plane.decode(slow, _parsed_prompt, given)
+        parsed = await self._plane.decode(slow, _parsed_prompt, given, info)
         if isinstance(parsed, list):
             return parsed
         if tokenizer is None:
@@ -256,11 +262,11 @@ class CompletionsApi:
     def _text(
         self,
         asked: _Asked,
+        sampler: Sampler,
         info: ModelInfo,
         tokenizer: LoadedTokenizer | None,
         prompt: list[int],
         document: LanguageDocument,
-        most: int,
         likely: int | None,
     ) -> Text:
         if not prompt:
@@ -276,10 +282,31 @@ class CompletionsApi:
         stops = asked.stops
         if stops and tokenizer is None:
             raise InvalidRequest(f"model '{info.name}' has no tokenizer, so that no text can have a stop string")
+        if sampler.largest_biased >= vocabulary:
+            raise InvalidRequest(
+                f"logit_bias has token id {sampler.largest_biased}; those of model '{info.name}' are from 0 to"
+                f" {vocabulary - 1}"
+            )
         # The last generated token is not an input of another step.
-        most = min(most, info.context - len(prompt) + 1)
-        stop_ids = () if asked.ignore_eos else document.stop_ids
-        return Text(info, tokenizer, prompt, asked.sampling, stops, stop_ids, most, likely)
+        left = info.context - len(prompt) + 1
+        most = asked.most_tokens
+        if most is not None and most > left:
+            raise InvalidRequest(
+                f"max_tokens is {most}; model '{info.name}' takes {info.context} tokens, and the prompt has"
+                f" {len(prompt)}, so that at most {left} can be generated; ask for fewer, or leave max_tokens out"
+            )
+        usual = left if isinstance(asked, ChatBody) else min(_USUAL_TOKENS, left)
+        return Text(
+            info,
+            tokenizer,
+            prompt,
+            sampler,
+            stops,
+            stop_ids=() if asked.ignore_eos else document.stop_ids,
+            cleans_up_spaces=document.cleans_up_spaces,
+            most=usual if most is None else most,
+            likely=likely,
+        )
 
     async def _answer(self, asked: _Asked, text: Text, form: _Form, *, streams: bool) -> web.StreamResponse:
         pieces = generate(self._plane, text)
@@ -308,6 +335,10 @@ async def _events(
                     yield msgspec.json.encode(event)
         except RequestError as error:
             yield msgspec.json.encode({"error": error_of(error, form.path)})
+            return
+        except Exception:
+            internal = Refused("EngineFailed", log_internal_error(_log, path=form.path))
+            yield msgspec.json.encode({"error": error_of(internal, form.path)})
             return
     for last in form.end(text.usage if includes_usage else None):
         yield last
@@ -345,10 +376,18 @@ class _Named:
         return {"token_ids": [piece.token for piece in pieces]} if self.with_ids else {}
 
     def token(self, token: int) -> str:
-        if self.text.tokenizer is None:
-            return str(token)
-        decoded: str = self.text.tokenizer.tokenizer.decode([token], skip_special_tokens=False)
-        return decoded
+        return str(token) if self.text.tokenizer is None else self.text.tokenizer.name(token)
+
+    def by_name(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return log probabilities by the tokens' names. Of tokens with one name, the most likely one counts."""
+        named: dict[str, float] = {}
+        for token, value in likely:
+            named.setdefault(self.token(token), value)
+        return named
+
+    def bytes_of(self, token: int) -> list[int]:
+        tokenizer = self.text.tokenizer
+        return list(str(token).encode() if tokenizer is None else tokenizer.bytes_of(token))
 
 
 def _named(asked: _Asked, text: Text) -> _Named:
@@ -391,7 +430,7 @@ class _Completion:
         return {
             "tokens": [self.named.token(token) for token, _, _ in found],
             "token_logprobs": [own for _, own, _ in found],
-            "top_logprobs": [{self.named.token(token): value for token, value in likely} for _, _, likely in found],
+            "top_logprobs": [self.named.by_name(likely) for _, _, likely in found],
         }
 
 
@@ -432,8 +471,7 @@ class _Chat:
 
     def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
-            text = self.named.token(token)
-            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+            return {"token": self.named.token(token), "logprob": value, "bytes": self.named.bytes_of(token)}
 
         return {
             "content": [
@@ -474,8 +512,17 @@ class _Generated:
         }
 
 
-def parsed_generate(body: memoryview) -> GenerateBody | None:
-    """Read a generate request; None if it has no text.
+def _parsed(body: memoryview, of_type: type[_A]) -> tuple[_A, Sampler]:
+    """Read a body. Raises InvalidRequest, also for fields that are not supported and would change the answer."""
+    if sum(bytes(body).count(bracket) for bracket in (b"[", b"{")) > _MOST_LISTS:
+        raise InvalidRequest(f"the request JSON has over {_MOST_LISTS} lists and objects; send fewer")
+    refuse_unsupported(parse_json(body, dict[str, msgspec.Raw]), of_type)
+    asked = parse_json(body, of_type)
+    return asked, asked.sampler()
+
+
+def parsed_generate(body: memoryview) -> tuple[GenerateBody, Sampler] | None:
+    """Read a generate request; None if it has no text. Raises as `_parsed` does.
 
     Its `parameters` count as top-level fields.
     """
@@ -483,39 +530,56 @@ def parsed_generate(body: memoryview) -> GenerateBody | None:
     if "text_input" not in sent:
         return None
     parameters = parse_json(memoryview(sent.pop("parameters", msgspec.Raw(b"{}"))), dict[str, msgspec.Raw])
-    return parse_json(memoryview(msgspec.json.encode({**parameters, **sent})), GenerateBody)
+    return _parsed(memoryview(msgspec.json.encode({**parameters, **sent})), GenerateBody)
 
 
-def _parsed_prompt(given: msgspec.Raw) -> str | list[int]:
-    """Return a prompt's text, or its token ids. Raises InvalidRequest."""
+def _parsed_prompt(given: msgspec.Raw, info: ModelInfo) -> str | list[int]:
+    """Return a prompt's text, or its token ids. Raises InvalidRequest. Counts before it builds any objects."""
+    raw = bytes(given)
+    quotes = raw.count(b'"') - raw.count(b'\\"')
+    if not quotes and (raw.count(b"[") > 2 or raw.count(b",") >= info.context):
+        raise InvalidRequest(
+            f"prompt has several lists, or more token ids than the {info.context} that model '{info.name}' takes; send"
+            " one request for each, which the server computes together"
+        )
+    several = InvalidRequest(
+        "prompt has several texts; send one request for each, which the server computes together"
+    )
+    if raw[:1] == b"[" and quotes > 2:
+        raise several
     try:
-        sent: Any = msgspec.json.decode(given, type=str | list[str | int | list[int]])
+        sent: Any = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"prompt is neither a text nor a list of token ids: {error}") from error
     if isinstance(sent, list) and len(sent) == 1 and not isinstance(sent[0], int):
         sent = sent[0]
     if isinstance(sent, list) and not all(isinstance(token, int) for token in sent):
-        raise InvalidRequest(
-            "prompt has several texts; send one request for each, which the server computes together"
-        )
+        raise several
     prompt: str | list[int] = sent
     return prompt
 
 
-def _plain(message: Message) -> dict[str, Any]:
-    """Return a message for templates, its parts joined. Raises InvalidRequest for parts that are not text."""
-    plain: dict[str, Any] = msgspec.to_builtins(message)
-    if isinstance(message.content, list):
-        kinds = {str(part.get("type"))[:40] for part in message.content}
+def _plain(message: Message) -> Message:
+    """Return a message for templates. Raises InvalidRequest if it has no role, or a content that is not text."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        raise InvalidRequest("every message needs a role, which is a string")
+    if isinstance(content, list):
+        kinds = {str(part.get("type") if isinstance(part, dict) else part)[:40] for part in content}
         if not kinds <= {"text"}:
             raise InvalidRequest(f"messages have parts of the kinds {', '.join(sorted(kinds))}; send text only")
-        plain["content"] = "".join(str(part.get("text", "")) for part in message.content)
-    return plain
+    elif content is not None and not isinstance(content, str):
+        raise InvalidRequest("the content of a message is a string, a list of parts, or null")
+    return message
 
 
-def _refuse_of_chats(asked: ChatBody) -> None:
-    """Raise InvalidRequest for options that an answer would silently ignore."""
-    if asked.tools:
-        raise InvalidRequest("tools are not supported; leave them out")
-    if asked.response_format is not None and asked.response_format.get("type") != "text":
-        raise InvalidRequest("response_format can be text only; leave it out")
+def _refuse_unread(messages: Sequence[Message], document: LanguageDocument) -> None:
+    """Raise InvalidRequest for fields of messages, such as tool calls, that the chat template never reads."""
+    template = document.chat_template or ""
+    for message in messages:
+        for name, value in message.items():
+            if value and name not in _IGNORED_OF_MESSAGES and name not in template:
+                raise InvalidRequest(
+                    f"messages have the field '{name[:80]}', which the model's chat template does not read; leave it"
+                    " out"
+                )

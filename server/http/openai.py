@@ -121,7 +121,7 @@ class OpenAiApi:
         output = embedding_output(info)
         if output is None:
             raise InvalidRequest(f"model '{info.name}' makes no embeddings of texts: {NEEDED}")
-        return TextEncoder(info, output, self._plane.pools_first(info), loaded.padding_id)
+        return TextEncoder(info, output, self._plane.pooling(info), loaded.padding_id)
 
 
 def _check_dimensions(asked: EmbeddingsBody, encoder: TextEncoder) -> None:

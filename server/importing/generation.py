@@ -4,14 +4,17 @@ The step takes new tokens of each sequence and the keys and values of all tokens
 after the last token, and the new tokens' keys and values. The server keeps these between steps, as a growing state.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 
 from cohabit.server.errors import ImportFailed
+from cohabit.server.frontend.templates import rendered
 from cohabit.server.importing.declared_input import DeclaredInput
 from cohabit.server.importing.folder_files import read_object
 from cohabit.server.importing.huggingface_inputs import TOKENS
@@ -25,11 +28,25 @@ _LEAST_PAST = 16
 """Entries to which shorter pasts are padded: a size of 1 would be a special case."""
 _USUAL_CONTEXT = 2048
 _FIRST_BUCKET, _BUCKETS_APART = 128, 4
-_SECOND = 4
-"""Tokens in the second step of the texts compared with whole ones."""
+_LENGTHS = re.compile("window|chunk|original_max_position")
+"""Settings of configurations that name a length at which attention changes."""
 _MOST_DIFFERENCE = 1e-3
-_TOKENIZER_CONFIG, _TEMPLATE, _GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+_GENERATION = "generation_config.json"
 _MOST_TEMPLATE_BYTES = 1 << 20
+_USER = {"role": "user", "content": " Hi, <b>1</b> "}
+_CALL = {"id": "a12345678", "type": "function", "function": {"name": "f", "arguments": {"x": "ü"}}}
+_CHATS: Sequence[Sequence[dict[str, Any]]] = (
+    [_USER],
+    [{"role": "system", "content": "Be brief."}, _USER],
+    [_USER, {"role": "assistant", "content": "Yes.\n"}, {"role": "user", "content": "Why?"}],
+    [_USER, {"role": "assistant", "content": "A", "reasoning_content": "B"}, {"role": "user", "content": "C"}],
+    [
+        _USER,
+        {"role": "assistant", "content": None, "tool_calls": [_CALL]},
+        {"role": "tool", "content": "42", "name": "f", "tool_call_id": "a12345678"},
+    ],
+)
+"""Conversations whose renderings are compared with transformers'."""
 
 
 def is_causal(written: dict[str, Any]) -> bool:
@@ -110,11 +127,6 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
     If `context` is only a default, `by_default`, it is limited to 2,048. Raises ImportFailed for a cache of another
     kind.
     """
-    # A sliding window, or the default limit, may shorten the context.
-    window = getattr(model.config, "sliding_window", None)
-    if isinstance(window, int) and 0 < window < context and getattr(model.config, "use_sliding_window", True):
-        context = window
-        notes = (*notes, f"its attention looks back {window} tokens, so that sequences have at most as many")
     if by_default and context > _USUAL_CONTEXT:
         notes = (
             *notes,
@@ -124,72 +136,127 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
         context = _USUAL_CONTEXT
     # The inputs follow from the cache's shape.
     heads, size, layers = _cache_shape(model)
-    most = max(context, _LEAST_PAST + 1)
     inputs = (
         DeclaredInput(TOKENS, "INT64", (-1, -1), int(model.config.get_text_config().vocab_size)),
         DeclaredInput(_LENGTH, "INT64", (-1,), _LEAST_PAST),
         DeclaredInput(_PAST, "FP32", (-1, layers, heads, -1, size)),
     )
 
+    # Steps must agree with whole texts up to the greatest length, or up to that of a window.
+    step = DecodingModule(model).eval()
+    most, said = _proven_length(step, inputs, max(context, _LEAST_PAST + 1))
+    notes = (*notes, *said)
+
     def examples(batch: int, seed: int) -> Tensors:
         draws = torch.Generator().manual_seed(seed)
-        count, entries = (1 if seed % 2 else min(9 + max(seed, 0), _CHUNK)), min(_LEAST_PAST + max(seed, 0), most)
+        # Odd seeds: the longest texts. One token, or a part of a prompt.
+        count = 1 if seed % 4 == 1 else min(9 + max(seed, 0), _CHUNK)
+        entries = most if seed % 2 else min(_LEAST_PAST + max(seed, 0), most)
         return {
             TOKENS: torch.randint(0, inputs[0].bound or 1, (batch, count), generator=draws),
-            _LENGTH: torch.randint(0, _LEAST_PAST, (batch,), generator=draws),
+            _LENGTH: torch.randint(0, max(entries - count, 1), (batch,), generator=draws),
             _PAST: torch.randn((batch, layers, heads, entries, size), generator=draws),
         }
 
-    # Steps must agree with whole texts, or attention ignores the mask.
-    step = DecodingModule(model).eval()
-    try:
-        with torch.no_grad():
-            difference = _difference_from_whole_texts(step, inputs, most)
-    except Exception as error:
-        raise ImportFailed(f"a step with a cache fails: {reason_of(error)}") from error
-    if not difference <= _MOST_DIFFERENCE:
-        raise ImportFailed(
-            f"steps with a cache differ from whole texts by {difference:.2g} of the largest logit: its attention"
-            " ignores the mask that it is given"
-        )
     # Buckets for the past grow by a constant factor, up to the context.
     pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
+    document, said = _checked(folder, _document(folder, model))
     return Subject(
         step,
         inputs,
         examples,
         most_tokens=most,
         tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
-        notes=tuple(notes),
+        notes=(*notes, *said),
         decoding=DecodingStep(
             states=((_PAST, _NEW),),
             lengths=_LENGTH,
             ranges={TOKENS: {1: (1, _CHUNK)}, _PAST: {3: (_LEAST_PAST, most)}},
             shape_buckets=f"{TOKENS}.1={_CHUNK};{_PAST}.3={','.join(map(str, pasts))}",
-            document=_document(folder, model),
+            document=document,
         ),
     )
 
 
-def _difference_from_whole_texts(step: DecodingModule, inputs: Sequence[DeclaredInput], most: int) -> float:
-    """Return the largest difference of logits after two steps from the model's own pass over whole texts.
+def _proven_length(step: DecodingModule, inputs: Sequence[DeclaredInput], most: int) -> tuple[int, tuple[str, ...]]:
+    """Return the maximum length, up to `most`, at which steps agree with whole texts, and notes about it.
 
-    The texts differ in length, and are padded together in the second step. Relative to the largest logit.
+    Attention windows, chunks of attention and rotations for long texts may depend on the padding and on the other texts
+    of a batch. Tries `most`, and then the lengths that the configuration names. Raises ImportFailed if none is right.
     """
-    tokens, _, past = inputs
+    reasons: list[str] = []
+    for length in (most, *_named_lengths(step.model.config, most)):
+        try:
+            with torch.no_grad():
+                difference = _difference_from_whole_texts(step, inputs, length)
+        except Exception as error:
+            reasons.append(f"a step with a cache of {length} tokens fails: {reason_of(error)}")
+            continue
+        if difference <= _MOST_DIFFERENCE:
+            if length == most:
+                return most, ()
+            return length, (f"sequences have at most {length} tokens, because {reasons[0]}",)
+        reasons.append(
+            f"steps with a cache of {length} tokens differ from whole texts by {difference:.2g} of the largest logit"
+        )
+    raise ImportFailed(f"{reasons[0]}: its attention ignores the mask that it is given")
+
+
+def _named_lengths(config: Any, most: int) -> list[int]:
+    """Return lengths at which a model's attention may change, and those that leave room for a step, descending."""
+    found: set[int] = set()
+    waiting: list[Any] = [config.to_dict()]
+    while waiting:
+        part = waiting.pop()
+        for name, value in part.items():
+            if isinstance(value, dict):
+                waiting.append(value)
+            elif isinstance(value, int) and _LENGTHS.search(str(name)):
+                found |= {value, value - _CHUNK}
+    return sorted((length for length in found if _LEAST_PAST < length < most), reverse=True)
+
+
+def _difference_from_whole_texts(step: DecodingModule, inputs: Sequence[DeclaredInput], most: int) -> float:
+    """Return the largest difference of the logits of steps from the model's own pass over whole texts.
+
+    A text of `most` tokens and short ones are padded together, in a step of one token and in a larger one. Relative to
+    the largest logit.
+    """
+    tokens = inputs[0]
     draws = torch.Generator().manual_seed(0)
-    lengths = [min(length, most - _SECOND) for length in (_LEAST_PAST - 5, 3)]
-    texts = [torch.randint(0, tokens.bound or 1, (length + _SECOND,), generator=draws) for length in lengths]
-    entries = torch.zeros(
-        [size if size > 0 else {0: len(texts)}.get(axis, _LEAST_PAST) for axis, size in enumerate(past.dims)]
-    )
-    for row, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-        first = step(text[None, :length], torch.zeros(1, dtype=torch.int64), torch.zeros_like(entries[:1]))
-        entries[row, :, :, :length] = first[_NEW][0]
-    last = torch.stack([text[-_SECOND:] for text in texts])
-    found = step(last, torch.tensor(lengths), entries)[_LOGITS]
-    whole = torch.cat([step.model(input_ids=text[None], use_cache=False).logits[:, -1] for text in texts])
-    return float((found - whole).abs().max() / whole.abs().max())
+    largest = 0.0
+    for count in (1, min(_CHUNK, most - _LEAST_PAST)):
+        lengths = [most - count, min(_LEAST_PAST - 5, most - count), 3]
+        texts = [torch.randint(0, tokens.bound or 1, (length + count,), generator=draws) for length in lengths]
+        pasts = [_past_of(step, inputs, text[:length]) for text, length in zip(texts, lengths, strict=True)]
+        entries = torch.zeros((len(texts), *pasts[0].shape[1:3], most, pasts[0].shape[4]))
+        for row, past in enumerate(pasts):
+            entries[row, :, :, : past.shape[3]] = past[0]
+        last = torch.stack([text[-count:] for text in texts])
+        found = step(last, torch.tensor(lengths), entries)[_LOGITS]
+        whole = torch.cat([_logits_of(step.model, text) for text in texts])
+        largest = max(largest, float((found - whole).abs().max() / whole.abs().max()))
+    return largest
+
+
+def _logits_of(model: Any, text: torch.Tensor) -> torch.Tensor:
+    """Return the logits after a whole text, by the model's own pass."""
+    logits: torch.Tensor = model(input_ids=text[None], use_cache=False, logits_to_keep=1).logits[:, -1]
+    return logits
+
+
+def _past_of(step: DecodingModule, inputs: Sequence[DeclaredInput], text: torch.Tensor) -> torch.Tensor:
+    """Return the keys and values of a text [1, layers x 2, heads, tokens, size], computed as a prompt is."""
+    _, layers, heads, _, size = inputs[2].dims
+    past = torch.zeros((1, layers, heads, len(text), size))
+    for start in range(0, len(text), _CHUNK):
+        piece = text[None, start : start + _CHUNK]
+        before = past[:, :, :, : max(start, _LEAST_PAST)]
+        if before.shape[3] < _LEAST_PAST:  # a text shorter than the least past
+            before = nn.functional.pad(before, (0, 0, 0, _LEAST_PAST - before.shape[3]))
+        made = step(piece, torch.tensor([start]), before)[_NEW]
+        past[:, :, :, start : start + piece.shape[1]] = made
+    return past
 
 
 def _cache_shape(model: Any) -> tuple[int, int, int]:
@@ -209,21 +276,66 @@ def _cache_shape(model: Any) -> tuple[int, int, int]:
 
 
 def _document(folder: Path, model: Any) -> LanguageDocument:
-    """Return the server's data for texts: the tokens that end them, and the chat template with its special tokens."""
-    written = read_object(folder / _TOKENIZER_CONFIG) if (folder / _TOKENIZER_CONFIG).is_file() else {}
+    """Return the server's data for texts, as transformers reads it from the folder.
+
+    Texts end at the end tokens of all sources: the configurations of the model and of generation, and the tokenizer.
+    """
     own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
-    stops = own.get("eos_token_id", model.config.eos_token_id)
-    template = written.get("chat_template")
-    if (folder / _TEMPLATE).is_file() and (folder / _TEMPLATE).stat().st_size <= _MOST_TEMPLATE_BYTES:
-        template = (folder / _TEMPLATE).read_text(encoding="utf-8")
+    tokenizer = _tokenizer(folder)
+    sources = (own.get("eos_token_id"), getattr(model.config, "eos_token_id", None))
+    ends = [token for source in sources for token in (source if isinstance(source, list | tuple) else [source])]
+    if tokenizer is None:
+        return LanguageDocument(_tokens(ends))
+    template = tokenizer.chat_template
+    if isinstance(template, dict):  # templates by name; the others are for tools and documents
+        template = template.get("default")
+    cleans_up = tokenizer.clean_up_tokenization_spaces and type(tokenizer.backend_tokenizer.model).__name__ != "BPE"
     return LanguageDocument(
-        (stops,) if isinstance(stops, int) else tuple(int(token) for token in stops or ()),
-        template if isinstance(template, str) else None,
-        {name: _content(written.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")},
+        _tokens([*ends, tokenizer.eos_token_id]),
+        template if isinstance(template, str) and len(template) <= _MOST_TEMPLATE_BYTES else None,
+        tokenizer.special_tokens_map,
+        bool(cleans_up),
     )
 
 
-def _content(token: Any) -> str:
-    """Return a special token's text, which is stored alone or with its properties."""
-    text = token.get("content") if isinstance(token, dict) else token
-    return text if isinstance(text, str) else ""
+def _tokens(found: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(int(token) for token in found if token is not None))
+
+
+def _tokenizer(folder: Path) -> Any:
+    """Return the folder's tokenizer of transformers; None if it has none, or none without code of its own."""
+    import transformers
+
+    if not (folder / TOKENIZER).is_file():
+        return None
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # of many kinds, for damaged files and missing packages
+        return None
+
+
+def _checked(folder: Path, document: LanguageDocument) -> tuple[LanguageDocument, tuple[str, ...]]:
+    """Compare renderings of conversations with transformers' own.
+
+    Returns the document, without a chat template that is rendered differently, and notes about it.
+    """
+    tokenizer = _tokenizer(folder)
+    if tokenizer is None or document.chat_template is None:
+        return document, ()
+    for chat in _CHATS:
+        own = _attempted(lambda chat=chat: rendered("", document, chat))
+        wanted = _attempted(
+            lambda chat=chat: tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        )
+        if own != wanted:
+            note = "it has no chats: its chat template is rendered differently than by transformers"
+            return structs.replace(document, chat_template=None), (note,)
+    return document, ()
+
+
+def _attempted(render: Callable[[], Any]) -> str | None:
+    """Return a rendering; None if the conversation is rejected."""
+    try:
+        return str(render())
+    except Exception:  # templates raise what they like
+        return None

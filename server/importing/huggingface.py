@@ -1,8 +1,10 @@
 """Hugging Face models: a directory with config.json and safetensors becomes a module with known inputs."""
 
 import inspect
+import json
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,11 +30,14 @@ from cohabit.server.importing.huggingface_inputs import (
     tensors_of,
 )
 from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of, with_signature
-from cohabit.server.ipc.model import TOKENIZER
+from cohabit.server.ipc.model import POOLINGS, TOKENIZER
 
 _CONFIG = "config.json"
-_POOLING = "1_Pooling/config.json"
-_POOLINGS = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+_MODULES, _POOLING = "modules.json", "1_Pooling"
+_SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
+"""Modules of sentence-transformers that `/v1/embeddings` stands for."""
+_LEGACY_POOLING = "pooling_mode_"
+_LEGACY_NAME = re.compile("^pooling_mode_|(?<!last)_?tokens?$")
 _MOST_KEYS = 3
 _EXPERTS = "batched_mm"
 """Implementation of experts: only aten operators, whichever tokens the experts get."""
@@ -112,7 +117,7 @@ def from_folder(
     if is_causal(written) and not (inputs or architecture or outputs or lengths.fixed):
         context, said = most_tokens(folder, model.config, model, lengths)
         try:
-            return generating(folder, model, context, lengths.most is None, (*said, *_notes(folder, written)))
+            return generating(folder, model, context, lengths.most is None, (*said, *_notes(written, None)))
         except ImportFailed as error:
             notes.append(f"it does not generate token by token, but answers whole texts with logits: {error}")
     # Inputs are the declared ones, or those that the configuration implies.
@@ -135,6 +140,14 @@ def from_folder(
         subject = _with_padding(subject)
     kept, dropped = _outputs(folder, subject, outputs)
     images = tuple(given.name for given in inputs if given.name == IMAGES and len(given.dims) == 4)
+    # Texts are embedded as sentence-transformers does, or not at all.
+    tokenizer, pooling = folder / TOKENIZER, None
+    has_texts = TOKENS in names and tokenizer.is_file()
+    try:
+        pooling = _pooling(folder)
+    except ImportFailed as error:
+        has_texts = False
+        notes.append(f"it has no /v1/embeddings, which would differ from sentence-transformers: {error}")
     if dropped:
         notes.append(f"not an output of the entry, because they have no row for each row: {', '.join(dropped)}")
     if left:
@@ -144,9 +157,9 @@ def from_folder(
         module=NamedOutputs(model, names, kept).eval(),
         classes=_classes(model.config, written),
         images=images,
-        tokenizer=folder / TOKENIZER if TOKENS in names and (folder / TOKENIZER).is_file() else None,
-        pooling=_pooling(folder),
-        notes=(*notes, *_notes(folder, written)),
+        tokenizer=tokenizer if has_texts else None,
+        pooling=pooling,
+        notes=(*notes, *_notes(written, pooling)),
     )
 
 
@@ -280,9 +293,30 @@ def _with_padding(subject: Subject) -> Subject:
 
 
 def _pooling(folder: Path) -> str | None:
-    """Return the pooling of token states in a sentence-transformers folder; None if it specifies none."""
-    modes = read_object(folder / _POOLING) if (folder / _POOLING).is_file() else {}
-    return next((name for key, name in _POOLINGS.items() if modes.get(key)), None)
+    """Return the pooling of token states in a sentence-transformers folder; None if the folder is not one.
+
+    Raises ImportFailed for a pooling, or another module, that `/v1/embeddings` does not have.
+    """
+    has_modules = (folder / _MODULES).is_file()
+    if not has_modules and not (folder / _POOLING / _CONFIG).is_file():
+        return None
+    try:
+        modules = json.loads((folder / _MODULES).read_text(encoding="utf-8")) if has_modules else []
+        kinds = {str(module["type"]).rpartition(".")[2]: str(module.get("path", "")) for module in modules}
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ImportFailed(f"{folder / _MODULES} is not a list of modules: {reason_of(error)}") from error
+    if others := [kind for kind in kinds if kind not in _SERVED_MODULES]:
+        raise ImportFailed(f"its {_MODULES} has {', '.join(others)}, which is not supported")
+    path = folder / (kinds.get("Pooling") or _POOLING) / _CONFIG
+    written = read_object(path) if path.resolve().is_relative_to(folder.resolve()) and path.is_file() else {}
+    modes = written.get("pooling_mode")
+    if modes is None:  # as before sentence-transformers 6
+        chosen = [key for key, value in written.items() if value is True and key.startswith(_LEGACY_POOLING)]
+        modes = [_LEGACY_NAME.sub("", key) for key in chosen] or ["mean"]
+    names = [modes] if isinstance(modes, str) else [str(mode) for mode in modes]
+    if len(names) != 1 or names[0] not in POOLINGS:
+        raise ImportFailed(f"it pools by {', '.join(names)}; supported are {', '.join(POOLINGS)}, one of them")
+    return names[0]
 
 
 def _classes(config: Any, written: dict[str, Any]) -> tuple[str, ...]:
@@ -293,10 +327,9 @@ def _classes(config: Any, written: dict[str, Any]) -> tuple[str, ...]:
     return tuple(" ".join(str(names.get(index, "")).split()) for index in range(count))
 
 
-def _notes(folder: Path, written: dict[str, Any]) -> tuple[str, ...]:
+def _notes(written: dict[str, Any], pooling: str | None) -> tuple[str, ...]:
     notes = []
-    if (folder / "modules.json").is_file():
-        pooling = _pooling(folder) or "mean, since the folder asks for none that is known"
+    if pooling is not None:
         notes.append(
             f"outputs are those of the transformer; of modules.json, /v1/embeddings pools ({pooling}) and normalises"
         )

@@ -38,6 +38,8 @@ class ModelEntry(msgspec.Struct, frozen=True):
     """The model's configuration, a serialized `ModelConfig`; None without one."""
     config_override: bytes | None = None
     """A client's configuration from its load request, which replaces config.pbtxt."""
+    archive: str = ""
+    """Fingerprint of the served archive: loads of the same archive have the same weights."""
     wanted: bool = True
     """Whether serving it was requested."""
 

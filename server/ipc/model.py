@@ -17,6 +17,9 @@ Inputs = Mapping[str, Array]
 TOKENIZER = "tokenizer.json"
 """File in a text model's folder: its tokenizer, in the format of Hugging Face's tokenizers library."""
 
+POOLINGS = ("mean", "cls", "lasttoken", "max")
+"""How the states of a text's tokens become its vector; the first one by default."""
+
 GENERATION = "generation.json"
 """File in a language model's folder: a `LanguageDocument` in JSON."""
 
@@ -29,6 +32,8 @@ class LanguageDocument(msgspec.Struct, frozen=True):
     chat_template: str | None = None
     special_tokens: Mapping[str, str] = {}
     """Special tokens that a chat template may use, such as `bos_token`."""
+    cleans_up_spaces: bool = False
+    """Whether transformers cleans up spaces in decoded texts."""
 
 
 class ModelKey(NamedTuple):

@@ -1,6 +1,6 @@
 """Embeddings of texts: inference requests for token ids, and the vectors of their answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -38,6 +38,14 @@ _IDS = msgspec.json.Decoder(list[int | list[int]])
 Tokens = Array
 """Token ids of a text."""
 
+_POOLED: Mapping[str, Callable[[Array], Array]] = {
+    "mean": lambda states: states.mean(axis=0),
+    "cls": lambda states: states[0],
+    "lasttoken": lambda states: states[-1],
+    "max": lambda states: states.max(axis=0),
+}
+"""A text's vector from the states of its tokens [tokens, width], by pooling."""
+
 
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
@@ -46,8 +54,8 @@ class TextEncoder:
     info: ModelInfo
     output: TensorSpec
     """A vector for each token, or one for the text."""
-    pools_first: bool
-    """Whether a text's vector is the first token's state instead of the mean of all."""
+    pooling: str
+    """How the states of a text's tokens become its vector, one of POOLINGS."""
     padding_id: int
 
     @property
@@ -124,8 +132,8 @@ class TextEncoder:
         states = answer.outputs[self.output.name]
         states = float32_of_bf16(states) if self.output.datatype == BF16 else states.astype(np.float32, copy=False)
         if states.ndim == 3:
-            lengths = [1 if self.pools_first else len(ids) for ids in texts]
-            states = np.stack([row[:n].mean(axis=0) for row, n in zip(states, lengths, strict=True)])
+            pool = _POOLED[self.pooling]
+            states = np.stack([pool(row[: len(ids)]) for row, ids in zip(states, texts, strict=True)])
         norms = np.linalg.norm(states, axis=1, keepdims=True)
         return np.asarray(states / np.maximum(norms, np.finfo(np.float32).tiny))
 

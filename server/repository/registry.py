@@ -35,9 +35,11 @@ class Registry:
         self._statistics[source.key] = ModelStatistics()
         self._put(_entry(source, ModelState.LOADING))
 
-    def served(self, source: ModelSource, info: ModelInfo, footprint: ModelFootprint) -> ModelStatistics:
+    def served(
+        self, source: ModelSource, info: ModelInfo, footprint: ModelFootprint, archive: str = ""
+    ) -> ModelStatistics:
         """Record that a version is served, possibly replacing an older load. Returns its counters."""
-        self._put(replace(_entry(source, ModelState.READY), info=info, footprint=footprint))
+        self._put(replace(_entry(source, ModelState.READY), info=info, footprint=footprint, archive=archive))
         return self._statistics[source.key]
 
     def configured(self, source: ModelSource) -> None:

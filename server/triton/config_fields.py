@@ -9,6 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from cohabit.server.errors import RepositoryError
+from cohabit.server.ipc.model import POOLINGS
 from cohabit.server.triton.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
 
 _T = TypeVar("_T")
@@ -250,12 +251,12 @@ def parameter_of(config: ModelConfig | None, key: str, parse: Callable[[str], _T
 
 def pooling_of(config: ModelConfig | None) -> str:
     """Return the pooling of token states into embeddings. Raises RepositoryError."""
-    return parameter_of(config, "pooling", _pooling) or "mean"
+    return parameter_of(config, "pooling", _pooling) or POOLINGS[0]
 
 
 def _pooling(text: str) -> str:
-    if text not in ("mean", "cls"):
-        raise ValueError(f"'{text[:40]}' is neither mean nor cls")
+    if text not in POOLINGS:
+        raise ValueError(f"'{text[:40]}' is none of {', '.join(POOLINGS)}")
     return text
 
 

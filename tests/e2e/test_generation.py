@@ -158,7 +158,13 @@ def test_texts_that_come_and_go_have_the_tokens_of_transformers(
     repository: Path, cache: Path, memory: str, store: str
 ) -> None:
     """Prompts and texts of many lengths, for five models at once; batches are formed for each token."""
-    asked = [(name, prompt, 3 + 5 * n) for name in ARCHITECTURES for n, prompt in enumerate(prompts(6))]
+    # The token that is generated last is not an input of another step.
+    most = {len(prompt): CONTEXT + 1 - len(prompt) for prompt in prompts(6)}
+    asked = [
+        (name, prompt, min(3 + 5 * n, most[len(prompt)]))
+        for name in ARCHITECTURES
+        for n, prompt in enumerate(prompts(6))
+    ]
     with serving(repository, memory, cache, batch_sizes=BATCHES, store=store) as server:
 
         def run(one: tuple[str, list[int], int]) -> list[int]:
@@ -169,8 +175,7 @@ def test_texts_that_come_and_go_have_the_tokens_of_transformers(
             answers = list(clients.map(run, asked))
         eventually(lambda: all(metric(server.metrics_address, "cohabit_sequences", n) == 0 for n in ARCHITECTURES))
     for (name, prompt, count), answer in zip(asked, answers, strict=True):
-        # The token that is generated last is no input of a further step.
-        assert answer == expected(name, prompt, min(count, CONTEXT + 1 - len(prompt))), (name, len(prompt))
+        assert answer == expected(name, prompt, count), (name, len(prompt))
 
 
 def test_a_text_goes_on_with_the_same_tokens_after_its_engine_was_killed(repository: Path, cache: Path) -> None:
@@ -235,9 +240,49 @@ def test_steps_that_differ_from_whole_texts_are_not_served(tmp_path: Path) -> No
         if parameter.dim() == 2:
             parameter.data.mul_(5)
     model.save_pretrained(tmp_path / "mpt")
-    subject = from_folder(tmp_path / "mpt")
+    subject = from_folder(tmp_path / "mpt", (), Lengths(most=40))
     assert subject.decoding is None
-    assert "steps with a cache differ from whole texts by" in subject.notes[0]
+    assert "differ from whole texts by" in subject.notes[0]
+
+
+ROPE = {"type": "longrope", "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "most"),
+    [
+        (
+            "GPTNeoConfig",
+            {
+                "vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 128,
+                "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 300,
+            },
+            64,
+        ),
+        (
+            "Phi3Config",
+            {**LLAMA, "max_position_embeddings": 96, "original_max_position_embeddings": 48, "rope_scaling": ROPE},
+            48,
+        ),
+        ("MistralConfig", {**LLAMA, "sliding_window": 40}, 40),
+        ("LlamaConfig", LLAMA, CONTEXT),
+    ],
+)  # fmt: skip
+def test_texts_are_at_most_as_long_as_steps_were_shown_to_be_right(
+    kind: str, sizes: Mapping[str, Any], most: int, tmp_path: Path
+) -> None:
+    """Windows that count the padding, and rotations that follow the longest text of a batch."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes, **ENDS)).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data.mul_(6)
+    model.save_pretrained(tmp_path / "model")
+    subject = from_folder(tmp_path / "model", (), Lengths(most=min(200, sizes["max_position_embeddings"])))
+    assert subject.decoding is not None, subject.notes
+    assert subject.most_tokens == most
+    limited = [note for note in subject.notes if f"sequences have at most {most} tokens, because steps" in note]
+    assert bool(limited) == (kind != "LlamaConfig")
 
 
 def test_a_conversation_is_rendered_by_the_model_s_template(server: Running) -> None:
@@ -320,13 +365,17 @@ def test_seeds_repeat_a_text_and_log_probabilities_are_the_model_s(server: Runni
         ({"prompt": "x", "temperature": -1}, "failed to parse the request JSON"),
         ({"prompt": "x", "echo": True}, "echo is not supported"),
         ({"messages": []}, "failed to parse the request JSON"),
+        ({"prompt": [5] * 90, "max_tokens": 8}, "so that at most 7 can be generated"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "does not take these messages: unknown role robot"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "parts of the kinds image_url; send text",
         ),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools are not supported"),
-        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "text only"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools is not supported"),
+        (
+            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+            "response_format is not",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused_with_the_reason(server: Running, body: Any, message: str) -> None:

@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,46 @@ def test_a_text_models_tokenizer_and_pooling_come_with_it(imported: Any) -> None
     assert """curl localhost:8000/v1/embeddings --data '{"model": "bert", "input": "some text"}'""" in said
     assert Path("models/bert/tokenizer.json").read_text() == "a tokenizer"
     assert pooling_of(read_config(Path("models/bert/config.pbtxt"))) == "cls"
+
+
+@pytest.mark.parametrize(
+    ("pooling", "modules", "found"),
+    [
+        ({"pooling_mode": "cls"}, ["Pooling", "Normalize"], "cls"),
+        ({"pooling_mode": ["max"], "include_prompt": True}, ["Pooling"], "max"),
+        ({"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False}, ["Pooling"], "lasttoken"),
+        ({"pooling_mode_max_tokens": True, "include_prompt": True}, ["Pooling"], "max"),
+        ({"word_embedding_dimension": 8}, ["Pooling"], "mean"),
+        ({"pooling_mode": "weightedmean"}, ["Pooling"], "it pools by weightedmean; supported are"),
+        ({"pooling_mode": ["cls", "mean"]}, ["Pooling"], "it pools by cls, mean; supported are"),
+        (
+            {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True},
+            ["Pooling"],
+            "it pools by mean, max; supported are",
+        ),
+        ({"pooling_mode": "mean"}, ["Pooling", "Dense", "Normalize"], "its modules.json has Dense, which is not"),
+    ],
+)
+def test_embeddings_are_those_of_sentence_transformers_or_none(
+    imported: Any, pooling: Mapping[str, Any], modules: Sequence[str], found: str
+) -> None:
+    tiny("bert")
+    Path("bert/tokenizer.json").write_text("a tokenizer")
+    paths = {"Transformer": "", "Pooling": "1_Pooling"}
+    written = [
+        {"idx": n, "name": str(n), "path": paths.get(kind, f"{n}_{kind}"), "type": f"sentence_transformers.{kind}"}
+        for n, kind in enumerate(["Transformer", *modules])
+    ]
+    Path("bert/modules.json").write_text(json.dumps(written))
+    Path("bert/1_Pooling").mkdir()
+    Path("bert/1_Pooling/config.json").write_text(json.dumps(pooling))
+    said = " ".join(imported("bert").split())
+    if " " in found:
+        assert f"it has no /v1/embeddings, which would differ from sentence-transformers: {found}" in said
+        assert not Path("models/bert/tokenizer.json").exists()
+    else:
+        assert pooling_of(read_config(Path("models/bert/config.pbtxt"))) == found
+        assert Path("models/bert/tokenizer.json").exists()
 
 
 def save(folder: str, architecture: str, **sizes: Any) -> None:

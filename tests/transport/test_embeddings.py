@@ -62,7 +62,7 @@ def expected(*texts: list[int], first: bool = False) -> Array:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     repository = tmp_path_factory.mktemp("texts")
-    for name in ("mean", "cls", "unmasked", "vector", "image"):
+    for name in ("mean", "cls", "lasttoken", "max", "unmasked", "vector", "image"):
         make_tokenizer(repository / name / "tokenizer.json")
     (repository / "damaged_text").mkdir()
     (repository / "damaged_text" / "tokenizer.json").write_text("{}")
@@ -70,14 +70,15 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     outside = tmp_path_factory.mktemp("outside") / "tokenizer.json"
     make_tokenizer(outside)
     (repository / "linked" / "tokenizer.json").symlink_to(outside)
-    models = [text_model(name) for name in ("mean", "cls", "untold", "damaged_text", "linked")]
+    models = [text_model(name) for name in ("mean", "cls", "lasttoken", "max", "untold", "damaged_text", "linked")]
     models += [text_model("unmasked", mask=False), text_model("vector", vector=True), identity("image")]
     with running(*models, repository=repository) as ports:
-        config = ModelConfig()
-        config.parameters["pooling"].string_value = "cls"
-        info = next(model.info for model in models if model.info.name == "cls")
-        entry = ModelEntry("cls", 1, ModelState.READY, info=info, config=config.SerializeToString())
-        ports.engine.catalog.update(entry)
+        for name in ("cls", "lasttoken", "max"):
+            config = ModelConfig()
+            config.parameters["pooling"].string_value = name
+            info = next(model.info for model in models if model.info.name == name)
+            entry = ModelEntry(name, 1, ModelState.READY, info=info, config=config.SerializeToString())
+            ports.engine.catalog.update(entry)
         yield ports
 
 
@@ -104,6 +105,15 @@ def test_a_texts_vector_is_the_normalised_mean_of_its_tokens_states(texts: Ports
 
 def test_the_configuration_may_choose_the_first_tokens_state(texts: Ports) -> None:
     assert np.allclose(vectors(embed(texts, "cls", "a cat")), expected([1, 2, 3], first=True), atol=1e-6)
+
+
+def test_the_configuration_may_choose_the_last_tokens_state_or_the_largest_values(texts: Ports) -> None:
+    """Of each text alone, whatever the padding after it."""
+    ids = ([1, 2], [1, 2, 3, 4])
+    for name, pool in (("lasttoken", lambda rows: rows[-1]), ("max", lambda rows: rows.max(axis=0))):
+        own = np.stack([pool(TABLE[list(tokens)]) for tokens in ids])
+        own = own / np.linalg.norm(own, axis=1, keepdims=True)
+        assert np.allclose(vectors(embed(texts, name, ["a", "a cat sleeps"])), own, atol=1e-6)
 
 
 def test_a_model_that_pools_itself_is_taken_at_its_word(texts: Ports) -> None:
@@ -185,8 +195,16 @@ def test_errors_of_the_port_itself_have_openais_form_too(texts: Ports) -> None:
 def test_the_models_that_take_texts_are_listed(texts: Ports) -> None:
     listed = ask(texts, "GET", "/v1/models").json
     assert listed["object"] == "list"
-    assert [model["id"] for model in listed["data"]] == ["cls", "damaged_text", "mean", "unmasked", "vector"]
-    assert ask(texts, "GET", "/v1/models/mean").json == listed["data"][2]
+    assert [model["id"] for model in listed["data"]] == [
+        "cls",
+        "damaged_text",
+        "lasttoken",
+        "max",
+        "mean",
+        "unmasked",
+        "vector",
+    ]
+    assert ask(texts, "GET", "/v1/models/mean").json == listed["data"][4]
     assert ask(texts, "GET", "/v1/models/image").json["error"]["code"] == "model_not_found"
 
 

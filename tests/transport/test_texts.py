@@ -3,10 +3,11 @@
 import asyncio
 import http.client
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp import web
@@ -36,6 +37,8 @@ class Steps(Gate):
         """By step, counted from 0."""
         self.held_from: int | None = None
         """The step from which on the gate is closed."""
+        self.on_step: dict[int, Callable[[], None]] = {}
+        """Called before the answers to some steps."""
         self.sent: list[tuple[bool, list[int]]] = []
         """By step, whether it began a sequence, and its tokens."""
         dynamic = DynamicShape((Dimension("t", 0, 1, 1, 0, 1, MOST, (MOST,)),))
@@ -52,6 +55,7 @@ class Steps(Gate):
         step = self.model.requests[-1].sequence
         assert step is not None
         self.sent.append((step.start, input_ids[0].tolist()))
+        self.on_step.pop(len(self.model.requests) - 1, lambda: None)()
         if (error := self.errors.pop(len(self.model.requests) - 1, None)) is not None:
             raise error
         logits = np.zeros((1, VOCABULARY), np.float32)
@@ -183,6 +187,86 @@ def test_a_client_that_leaves_ends_its_text(ports: Ports, steps: Steps, stream: 
     assert steps.sent == WHOLE
 
 
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ({"temprature": 0.1}, "'temprature' is not a field of this request; did you mean 'temperature'?"),
+        ({"min_p": 0.9}, "min_p is not supported"),
+        ({"stop_token_ids": [5]}, "stop_token_ids is not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"guided_json": {}}, "guided_json is not supported"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "tools is not supported"),
+        ({"logit_bias": {"99999999": 5}}, "logit_bias has token id 99999999; those of model 'lm' are from 0 to"),
+        (
+            {"max_tokens": 50},
+            "max_tokens is 50; model 'lm' takes 40 tokens, and the prompt has 10, so that at most 31",
+        ),
+        ({"stream_options": {"include_usge": True}}, "include_usge"),
+    ],
+)
+def test_fields_that_would_change_the_answer_are_refused_by_name(
+    ports: Ports, steps: Steps, field: dict[str, Any], said: str
+) -> None:
+    answer = completion(ports, **field)
+    assert (answer.status, said in answer.json["error"]["message"]) == (400, True), answer.json
+    assert steps.sent == []
+
+
+def test_fields_that_stand_for_what_an_absent_one_does_are_accepted(ports: Ports) -> None:
+    neutral = {
+        "n": 1,
+        "best_of": 1,
+        "echo": False,
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": False,
+        "min_p": 0.0,
+    }
+    more = {
+        "response_format": {"type": "text"},
+        "tool_choice": "none",
+        "tools": None,
+        "logit_bias": {},
+        "stop": None,
+    }
+    more |= {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "guided_json": None}
+    assert completion(ports, **neutral, **more).json["choices"][0]["token_ids"] == [11, 12, 13, 14]
+
+
+def replaced(ports: Ports, archive: str) -> None:
+    """Publish that another archive is served now. Event loop's thread."""
+    entry = ports.engine.catalog.get("lm", 1)
+    assert entry is not None
+    ports.engine.catalog.update(msgspec.structs.replace(entry, archive=archive))
+
+
+def test_a_text_never_goes_on_with_other_weights(ports: Ports, steps: Steps) -> None:
+    steps.on_step[4] = lambda: replaced(ports, "other")
+    answer = completion(ports, stream=True)
+    events = [json.loads(line[6:]) for line in answer.body.split(b"\n\n") if line]
+    assert "was replaced or unloaded while it generated this text" in events[-1]["error"]["message"]
+    assert [event["choices"][0]["token_ids"] for event in events[:-1]] == [[11], [12]]
+    names = {request.sequence.id for request in steps.model.requests if request.sequence is not None}
+    assert [(steps.model.info.key, name) for name in names] == ports.engine.ended
+
+
+def test_a_text_without_a_token_begins_again_with_the_new_weights(ports: Ports, steps: Steps) -> None:
+    steps.on_step[1] = lambda: replaced(ports, "other")
+    assert completion(ports).json["choices"][0]["token_ids"] == [11, 12, 13, 14]
+    assert steps.sent == [*WHOLE[:2], *WHOLE, *AFTER]
+    sequences = [request.sequence for request in steps.model.requests if request.sequence is not None]
+    names = [sequence.id for sequence in sequences if sequence.start]
+    assert [name for _, name in ports.engine.ended] == names
+
+
+def test_a_state_that_was_lost_with_its_weights_is_not_computed_again(ports: Ports, steps: Steps) -> None:
+    steps.on_step[4] = lambda: replaced(ports, "other")
+    steps.errors[4] = SequenceLost("it is not known")
+    answer = completion(ports)
+    assert answer.status == 503
+    assert "was replaced or unloaded" in answer.json["error"]["message"]
+
+
 WORDS = [f"w{n}" for n in range(VOCABULARY)]
 
 
@@ -213,7 +297,7 @@ def generated(ports: Ports, body: dict[str, Any], *, stream: bool = False, model
         {"parameters": {"max_tokens": 3, "temperature": 0}},
         {"parameters": {"max_tokens": 9, "temperature": 0}, "max_tokens": 3},
         {"max_tokens": 9, "temperature": 0, "stop_words": ["w9"]},
-        {"max_tokens": 9, "temperature": 0, "stop": "w9", "bad_words": "", "unknown": {"deep": [1]}},
+        {"max_tokens": 9, "temperature": 0, "stop": "w9", "bad_words": "", "user": {"deep": [1]}},
     ],
 )
 def test_triton_s_generate_goes_on_from_a_text(worded: Ports, sent: dict[str, Any]) -> None:

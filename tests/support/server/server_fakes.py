@@ -163,6 +163,10 @@ class PlacedFake:
     sequences: None = None
 
     @property
+    def lowered(self) -> SimpleNamespace:
+        return SimpleNamespace(archive="")
+
+    @property
     def lane(self) -> int:
         return self.footprint.lane
 
