@@ -200,6 +200,8 @@ class Budget:
             self._device, residency.copier, residency.spill, self._lock, self._record, self._interrupts.deliver
         )
         self._states: list[OptimizerState] = []
+        self._modes_before = 0
+        """Number of modes when the context was entered."""
         self._steps = 0
         self._recorded_state_bytes = 0
         self._updating_bytes = 0
@@ -301,6 +303,7 @@ class Budget:
                 _active.add(self)
             context.enter_context(self._interrupts.held())
             self._reset_steps()
+            self._modes_before = torch._C._len_torch_dispatch_stack()
             is_unseen = unseen_module(self._owners) is not None or has_compiled()
             sees_ops = self._must_see_ops(tensors) or self._residency.copier.takes_memory_at_once or not is_unseen
             self._residency.start()
@@ -362,7 +365,8 @@ class Budget:
         kept.peak_bytes = kept.used_bytes
         kept.noted = self._note
         self._saved.nbytes_of = kept.nbytes_of
-        above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]  # modes of the loop's own
+        # Modes that the loop has entered inside the context stay above.
+        above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - self._modes_before)]
         self._mode = _Mode(self)
         self._mode.__enter__()
         for mode in reversed(above):
