@@ -112,6 +112,10 @@ def budget(
     return Budget(memory, owners, store, folder)
 
 
+_TOLERATED = 0.05
+"""Fraction of the budget by which a step may exceed it before ops are seen again."""
+
+
 @dataclass(slots=True, eq=False)
 class _Running:
     """An op that is running, outside the lock. Its storages stay in memory, and room for its results is reserved."""
@@ -475,7 +479,7 @@ class Budget:
     def step_ends(self, whole_bytes: int | None) -> None:
         """All optimizers have made a step; `whole_bytes` is the peak of the first one."""
         self._steps += 1
-        followed = self._record.end_step(self._saved.packs)
+        self._record.end_step(self._saved.packs)
         if self._steps == 1:
             self._recorded_state_bytes = self._all_state_bytes()
             if self._share is not None:
@@ -501,8 +505,10 @@ class Budget:
                 self._move_only_saved()
         elif self._mode is None and self._steps > 2:
             self._own()
-            if followed and self._saved.exceeded_bytes > self._warned_bytes:
+            if self._saved.exceeded_bytes > max(self._warned_bytes, _TOLERATED * (self._limit_bytes or 0)):
                 self._warn_exceeded()
+                if unseen_module(self._owners) is None and not has_compiled():
+                    self._see_ops_again()
 
     def _whole_bytes(self, seen_bytes: int) -> int:
         """Return the peak of the first step: as seen, or as recorded and sampled."""
@@ -539,6 +545,15 @@ class Budget:
         saved.free_others = lambda: any(state.free() for state in self._states)
         saved.has_room = self._prefetch_state
         saved.limit_bytes = limit_bytes
+
+    def _see_ops_again(self) -> None:
+        """Hold the budget by seeing ops from now on: the steps are not like the one that was recorded."""
+        self._saved.limit_bytes = None
+        for state in self._states:
+            state.close()
+        self._states = []
+        self._see_ops(list(tensors_of(self._owners)))
+        self._residency.limit_bytes = self._limit_bytes or NEVER
 
     def _own(self) -> None:
         self._saved.owns(distinct_storages(lasting(self._owners)))

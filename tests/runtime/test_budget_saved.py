@@ -396,6 +396,33 @@ def test_the_bound_is_kept_as_counted_independently() -> None:
     assert count.peak_bytes < 0.8 * eager_count.peak_bytes
 
 
+@pytest.mark.parametrize("store", ["ram", "file"])
+def test_after_a_step_that_exceeds_the_budget_ops_are_seen_and_hold_it(store: Literal["ram", "file"]) -> None:
+    def growing(net: nn.Module, optimizer: torch.optim.Optimizer, limits: Budget | None) -> list[float]:
+        generator = torch.Generator().manual_seed(1)
+        losses = []
+        for number, rows in enumerate((ROWS, ROWS, ROWS, 4 * ROWS, 4 * ROWS, 4 * ROWS, ROWS)):
+            if limits is not None and number == 4:
+                assert limits._mode is not None, "the step before it was four times the recorded one"
+                limits.reset_peak()
+            losses.append(step(net, optimizer, torch.randn(rows, WIDTH, generator=generator)))
+        return losses
+
+    net, optimizer = made()
+    torch.manual_seed(2)
+    expected, state = growing(net, optimizer, None), state_of(net, optimizer)
+    net, optimizer = made()
+    torch.manual_seed(2)
+    with cohabit.budget("60%", net, optimizer, store=store) as limits:
+        losses = growing(net, optimizer, limits)
+        peak = limits.peak_bytes
+    assert losses == expected
+    assert all(map(torch.equal, state_of(net, optimizer), state))
+    assert limits.limit_bytes is not None
+    assert limits.exceeded_bytes > 0
+    assert peak <= limits.limit_bytes
+
+
 def test_a_compiled_module_stays_compiled() -> None:
     calls: list[int] = []
 
