@@ -372,7 +372,7 @@ class Budget:
         # Modes that the loop has entered inside the context stay above.
         above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - self._modes_before)]
         self._mode = _Mode(self)
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         for mode in reversed(above):
             _push_mode(mode)
 
@@ -432,11 +432,12 @@ class Budget:
         state = {id(t) for o in self._optimizers for v in o.state.values() for t in state_tensors(v)}
         kept = {id(t): t.nbytes for t in tensors if id(t) not in state and t.device == self._device}
         gradients = sum(p.nbytes for p in parameters.values() if p.requires_grad and p.grad is None)
-        return sum(kept.values()) + gradients + 2 * max((p.nbytes for p in parameters.values()), default=0)
+        largest = max((p.nbytes for p in parameters.values()), default=0)
+        return int(sum(kept.values()) + gradients + 2 * largest)
 
     def _sampled(self, tensors: Iterable[torch.Tensor]) -> Callable[[], int]:
         """Return a function that tells the bytes of tensors in memory that neither autograd nor optimizers hold."""
-        owned = sum(storage.nbytes() for storage in distinct_storages(tensors) if storage.device == self._device)
+        owned = int(sum(s.nbytes() for s in distinct_storages(tensors) if s.device == self._device))
         allocated = (
             allocated_bytes if self._device.type == "cpu" else partial(torch.cuda.memory_allocated, self._device)
         )

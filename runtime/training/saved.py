@@ -438,7 +438,7 @@ class SavedTensors:
                 raise copy.error
             self._depart(entry, saved)
         while self._freed and self._freed[0][1].end.is_set():
-            self._spill.give_back(self._freed.popleft()[0].slot)  # type: ignore[arg-type]
+            self._spill.give_back(self._freed.popleft()[0].slot)
 
     def _depart(self, entry: _Entry, saved: _Saved) -> None:
         entry.state = _State.OUT

@@ -61,7 +61,9 @@ class SpillStore(Protocol):
 
     def take(self, nbytes: int) -> SpillSlot: ...
 
-    def give_back(self, slot: SpillSlot) -> None: ...
+    def give_back(self, slot: Any) -> None:
+        """Release a slot that `take` returned."""
+        ...
 
 
 def capacity_for(nbytes: int) -> int:

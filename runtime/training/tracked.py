@@ -28,7 +28,7 @@ storage_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[att
 """Torch's originals: `outside.py` replaces these methods of `UntypedStorage`."""
 
 
-storage_uses: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 """Number of tensors over a storage, given by its `_cdata`, and of its Python object."""
 
 

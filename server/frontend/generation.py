@@ -233,8 +233,7 @@ async def generate(plane: DataPlane, text: Text) -> AsyncGenerator[TextPiece, No
                 text.finish_reason = "length"
             if text.finish_reason is not None and decoder is not None and not stops.found:
                 piece += stops.push(decoder.flush())
-                if stops.found:
-                    text.finish_reason = "stop"
+                text.finish_reason = "stop" if stops.found else text.finish_reason
                 piece += stops.flush()
             likely = None
             if text.likely is not None:

@@ -6,6 +6,7 @@ after the last token, and the new tokens' keys and values. The server keeps thes
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -323,10 +324,9 @@ def _checked(folder: Path, document: LanguageDocument) -> tuple[LanguageDocument
     if tokenizer is None or document.chat_template is None:
         return document, ()
     for chat in _CHATS:
-        own = _attempted(lambda chat=chat: rendered("", document, chat))
-        wanted = _attempted(
-            lambda chat=chat: tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        )
+        own = _attempted(partial(rendered, "", document, chat))
+        whole = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+        wanted = _attempted(partial(whole, chat))
         if own != wanted:
             note = "it has no chats: its chat template is rendered differently than by transformers"
             return structs.replace(document, chat_template=None), (note,)

@@ -1,7 +1,5 @@
 """The batch is followed through a program: rows are independent only if that is shown, by rules per op."""
 
-from itertools import islice
-
 import pytest
 import torch
 

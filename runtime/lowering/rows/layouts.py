@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 
 BATCH = 1_000_003
@@ -32,7 +32,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dimension `dim` has size outer * batch * inner. Its element (o, b, i) depends on row b, but not on the number b."""
+    """Dimension `dim` has size outer * batch * inner. Its element (o, b, i) depends on row b, but not on the number."""
 
     dim: int
     outer: int = 1
@@ -48,7 +48,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class RowNumber:
-    """Dimension `dim` has size outer * batch * inner. Its element (o, b, i) is `step` * b: a row's place, as an index."""
+    """Dimension `dim` has size outer * batch * inner. Its element (o, b, i) is `step` * b: the place of a row."""
 
     dim: int
     outer: int = 1
@@ -58,9 +58,10 @@ class RowNumber:
 
 @dataclass(frozen=True, slots=True)
 class Ordinal:
-    """Element k along dimension `dim`, which has several elements per row, is k: a place, as an index."""
+    """Element k along dimension `dim`, which has several elements per row, is `step` * k: a place, as an index."""
 
     dim: int
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,13 @@ class Value:
     @property
     def rank(self) -> int:
         return len(self.shape)
+
+    @property
+    def unmixed(self) -> Constant | Rows | Repeated | RowNumber | Ordinal:
+        """The layout. Raises Mixing if it is `Mixed`."""
+        if isinstance(self.layout, Mixed):
+            raise Mixing(self.layout.reason)
+        return self.layout
 
     @property
     def rows(self) -> Constant | Rows | Repeated:
@@ -144,13 +152,16 @@ def apart(value: Value, dims: Iterable[int], why: str) -> Constant | Rows | Repe
 def reshaped(layout: Layout, before: Sequence[int], after: Sequence[int]) -> Layout:
     """Return the layout of the same elements in another shape. Raises Mixing if a dimension has parts of rows."""
     match layout:
-        case Rows(dim, outer, inner) | RowNumber(dim, outer, inner):
-            return replace(layout, **_located(dim, outer, inner, before, after))
+        case Rows(dim, outer, inner):
+            return _located(dim, outer, inner, before, after)
+        case RowNumber(dim, outer, inner, step):
+            at = _located(dim, outer, inner, before, after)
+            return RowNumber(at.dim, at.outer, at.inner, step)
         case Repeated(dim):
             factor = before[dim] // BATCH
             for inner in (n for n in range(factor, 0, -1) if factor % n == 0):
                 try:
-                    found = Rows(**_located(dim, factor // inner, inner, before, after))
+                    found = _located(dim, factor // inner, inner, before, after)
                 except Mixing:
                     continue
                 left, right = prod(after[: found.dim]), prod(after[found.dim + 1 :])
@@ -160,22 +171,22 @@ def reshaped(layout: Layout, before: Sequence[int], after: Sequence[int]) -> Lay
         case Ordinal():
             if [size for size in before if size != 1] != [size for size in after if size != 1]:
                 raise Mixing("a reshape of places in the batch")
-            return Ordinal(next(dim for dim, size in enumerate(after) if size % BATCH == 0))
+            return replace(layout, dim=next(dim for dim, size in enumerate(after) if size % BATCH == 0))
     return layout
 
 
-def _located(dim: int, outer: int, inner: int, before: Sequence[int], after: Sequence[int]) -> dict[str, int]:
+def _located(dim: int, outer: int, inner: int, before: Sequence[int], after: Sequence[int]) -> Rows:
     found = [n for n, size in enumerate(after) if size and size % BATCH == 0]
     if len(found) != 1:
         raise Mixing("a reshape joins the batch with itself")
     (new,) = found
     if 0 in before:
-        return {"dim": new, "outer": 1, "inner": after[new] // BATCH}
+        return Rows(new, 1, after[new] // BATCH)
     lead, trail = prod(before[:dim]) * outer, prod(before[dim + 1 :]) * inner
     left, right = prod(after[:new]), prod(after[new + 1 :])
     if lead % left or trail % right or after[new] != lead // left * BATCH * (trail // right):
         raise Mixing("a reshape splits rows")
-    return {"dim": new, "outer": lead // left, "inner": trail // right}
+    return Rows(new, lead // left, trail // right)
 
 
 class Sizes:

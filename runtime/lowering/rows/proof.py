@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import fx
 from torch._decomp import decomposition_table
@@ -117,13 +117,15 @@ class BatchFollower:
         raise AssertionError("a graph has an output")
 
     def _attribute(self, root: torch.nn.Module, name: str) -> Any:
+        found: Any = root
         for part in name.split("."):
-            root = getattr(root, part)
-        return Value(CONSTANT, tuple(root.shape), root.dtype) if isinstance(root, torch.Tensor) else root
+            found = getattr(found, part)
+        return Value(CONSTANT, tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else found
 
     def _call(self, root: torch.nn.Module, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         """Return the values of a call's results; what mixes is named by the first op that does."""
         result = node.meta.get("val")
+        args: Any
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         target: Any = node.target
         if getattr(target, "__name__", "") == "getitem" and isinstance(args[0], list | tuple):
@@ -153,9 +155,9 @@ class BatchFollower:
         try:
             return layouts_of(op, args, kwargs, shapes, self._sizes)
         except NoRule as error:
-            numbers = pytree.tree_map(self._sizes.number, (args, kwargs))
+            args, kwargs = pytree.tree_map(self._sizes.number, (args, kwargs))
             try:
-                return _Decomposing().results(op, *numbers, shapes)
+                return _Decomposing().results(op, args, kwargs, shapes)
             except NoRule:
                 raise error from None
 
@@ -286,14 +288,14 @@ def layouts_of(
     return [checked(layout, shape) for layout, shape in zip(layouts, shapes, strict=True)]
 
 
-class _Decomposing(TorchDispatchMode):
+class _Decomposing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the batch through the ops that an op without a rule is composed of.
 
     They run on fake tensors, in which the batch is the only symbol.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._shapes = ShapeEnv()
         self.fake = FakeTensorMode(shape_env=self._shapes)
         context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
@@ -349,13 +351,14 @@ class _Decomposing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        values = pytree.tree_map(self._value, (args, kwargs))
+        operands, options = pytree.tree_map(self._value, (args, kwargs))
         try:
             if func._schema.is_mutable:
                 raise NoRule("it changes a tensor in place")
             result = func(*args, **kwargs)
             tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            layouts = layouts_of(func, *values, [self._sizes.shape(t) for t in tensors], self._sizes)
+            shapes = [self._sizes.shape(t) for t in tensors]
+            layouts = layouts_of(func, operands, options, shapes, self._sizes)
         except NoRule:
             if func._schema.is_mutable or func not in decomposition_table or self._depth == _MOST_DEPTH:
                 raise
@@ -381,8 +384,10 @@ def _either(a: Layout, b: Layout) -> Layout:
     if isinstance(a, Mixed) or a == b:
         return a
     match a, b:
-        case (_, Mixed()) | (Repeated(), Rows()):
-            return b if isinstance(b, Mixed) or a.dim == b.dim else Mixed("branches have the rows in other places")
+        case _, Mixed():
+            return b
+        case Repeated(), Rows():
+            return b if a.dim == b.dim else Mixed("branches have the rows in other places")
         case Rows(), Repeated():
             return _either(b, a)
     return Mixed("branches have the rows in other places")

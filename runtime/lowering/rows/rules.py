@@ -1,14 +1,15 @@
 """Rules: the layouts of an operator's results, given those of its operands.
 
-A rule covers all overloads of an operator. It looks at sizes and layouts only, and raises `Mixing` unless every element of
-the result depends on a single row. It may assume that a result's shape is as its layout says: `checked` compares them.
+A rule covers all overloads of an operator. It looks at sizes and layouts only, and raises `Mixing` unless every element
+of the result depends on a single row. It may assume that a result's shape is as its layout says:
+`checked` compares them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -102,10 +103,11 @@ SIZE_ARGUMENTS: dict[str, frozenset[str]] = {
 """Arguments that may depend on the batch size. Elsewhere, a number of the batch counts as mixing."""
 
 RULES: dict[str, Rule] = {}
+R = TypeVar("R", bound=Rule)
 
 
-def _rule(names: str) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
+def _rule(names: str) -> Callable[[R], R]:
+    def register(rule: R) -> R:
         RULES.update(dict.fromkeys(names.split(), rule))
         return rule
 
@@ -155,7 +157,7 @@ def same(call: Call) -> Layout:
 
 @_rule("mul")
 def multiplied(call: Call) -> Layout:
-    layout, by = call.first.layout, call["other"]
+    layout, by = call.first.unmixed, call["other"]
     if isinstance(layout, RowNumber) and isinstance(by, int):
         return replace(layout, step=layout.step * by)
     return elementwise(call)
@@ -177,8 +179,8 @@ def counted(call: Call) -> Layout:
         raise Mixing("it counts rows")
     if size == BATCH and step % BATCH:
         return RowNumber(0, step=step)
-    if size % BATCH == 0 and step == 1:
-        return Ordinal(0)
+    if size % BATCH == 0 and 0 < step < BATCH:
+        return Ordinal(0, step)
     raise Mixing("it counts rows")
 
 
@@ -198,7 +200,7 @@ def reshape(call: Call) -> Layout:
     "permute transpose swapaxes swapdims t numpy_T mT mH matrix_H adjoint movedim moveaxis permute_copy transpose_copy"
 )
 def permuted(call: Call) -> Layout:
-    layout = call.first.layout
+    layout = call.first.unmixed
     if isinstance(layout, Constant):
         return layout
     # Permute a tensor with a different size in each dimension.
@@ -210,7 +212,7 @@ def permuted(call: Call) -> Layout:
 
 @_rule("expand expand_as broadcast_to expand_copy")
 def expanded(call: Call) -> Layout:
-    layout = call.first.layout
+    layout = call.first.unmixed
     if isinstance(layout, Constant):
         return filled(call)
     return replace(layout, dim=layout.dim + len(call.shape) - call.first.rank)
@@ -218,7 +220,7 @@ def expanded(call: Call) -> Layout:
 
 @_rule("repeat tile")
 def repeated(call: Call) -> Layout:
-    layout, times = call.first.layout, list(call.get("repeats", call.get("dims")))
+    layout, times = call.first.unmixed, list(call.get("repeats", call.get("dims")))
     own = (*[1] * (len(times) - call.first.rank), *call.first.shape)
     times = [*[1] * (len(own) - len(times)), *times]
     found = [dim for dim, number in enumerate(times) if number % BATCH == 0]
@@ -241,7 +243,7 @@ def repeated(call: Call) -> Layout:
 
 @_rule("repeat_interleave")
 def interleaved(call: Call) -> Layout:
-    layout, times = call.first.layout, call["repeats"]
+    layout, times = call.first.unmixed, call["repeats"]
     flattened = call["dim"] is None and call.first.rank != 1
     if not isinstance(times, int) or flattened or isinstance(layout, Ordinal):
         raise NoRule("it repeats elements as values or places say")
@@ -273,8 +275,8 @@ def stacked(call: Call) -> Layout:
 
 def _part(value: Value, dim: int, start: int, size: int) -> Layout:
     """Return the layout of consecutive elements along a dimension."""
-    layout = value.layout
-    if isinstance(layout, Constant) or layout.dim != dim or size == value.shape[dim]:  # type: ignore[union-attr]
+    layout = value.unmixed
+    if isinstance(layout, Constant) or layout.dim != dim or size == value.shape[dim]:
         return layout
     if isinstance(layout, Repeated):
         return layout if size % BATCH == 0 else CONSTANT
@@ -286,11 +288,11 @@ def _part(value: Value, dim: int, start: int, size: int) -> Layout:
 @_rule("slice narrow")
 def sliced(call: Call) -> Layout:
     value, dim, step = call.first, call.dim(), call.get("step", 1)
-    layout, start = value.layout, call.get("start", 0)
+    layout, start = value.unmixed, call.get("start", 0)
     start += value.shape[dim] if start < 0 else 0
     if step == 1:
         return _part(value, dim, start, call.shape[dim])
-    if isinstance(layout, Constant) or layout.dim != dim:  # type: ignore[union-attr]
+    if isinstance(layout, Constant) or layout.dim != dim:
         return layout
     one_each = isinstance(layout, Rows) and layout.outer == 1 and step == layout.inner and 0 <= start < step
     if one_each and call.shape[dim] == BATCH:
@@ -309,14 +311,14 @@ def parts(call: Call) -> list[Layout]:
 
 @_rule("select unbind select_copy unbind_copy")
 def selected(call: Call) -> Layout:
-    layout, dim = call.first.layout, call.dim()
+    layout, dim = call.first.unmixed, call.dim()
     if isinstance(layout, Constant):
         return layout
-    if layout.dim == dim:  # type: ignore[union-attr]
+    if layout.dim == dim:
         if isinstance(layout, Repeated):
             return CONSTANT
         raise Mixing("it takes single rows")
-    return replace(layout, dim=layout.dim - (dim < layout.dim))  # type: ignore[union-attr,call-arg]
+    return replace(layout, dim=layout.dim - (dim < layout.dim))
 
 
 @_rule("flip roll")
@@ -360,9 +362,9 @@ def reduced(call: Call) -> Layout:
 
 
 @_rule(
-    "softmax log_softmax _softmax _log_softmax _safe_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort topk"
-    " argsort glu diff linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2"
-    " fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn"
+    "softmax log_softmax _softmax _log_softmax _safe_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort"
+    " topk argsort glu diff linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft"
+    " fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn"
 )
 def scanned(call: Call) -> Layout:
     layouts = [apart(value, call.dims(), "it computes along rows") for value in call.operands]
@@ -371,8 +373,8 @@ def scanned(call: Call) -> Layout:
     return joined(layouts)
 
 
-def _last(count: int) -> Rule:
-    """Return the rule of operators that compute samples of `count` dimensions, the last ones; all others are batches."""
+def _last(count: int) -> Callable[[Call], Layout]:
+    """Return the rule of operators that compute along the last `count` dimensions; all others are batches."""
 
     def rule(call: Call) -> Layout:
         constants_only(call.rest)
@@ -607,7 +609,8 @@ def batch_norm(call: Call) -> list[Layout]:
         raise Mixing("it takes the statistics of all rows")
     constants_only(call.rest)
     layout = apart(call.first, [1], "rows are its channels")
-    return [layout, CONSTANT, CONSTANT, CONSTANT, CONSTANT][: len(call.shapes)]
+    statistics: list[Layout] = [CONSTANT] * (len(call.shapes) - 1)
+    return [layout, *statistics]
 
 
 @_rule("lstm gru rnn_tanh rnn_relu")
@@ -662,10 +665,16 @@ def bags(call: Call) -> list[Layout]:
         raise Mixing("it sums over rows")
     if indices.rank == 1 and not isinstance(layout, Constant):
         # Offsets begin one or several bags of equal size per row.
-        size = indices.shape[0] // BATCH
-        if layout != Rows(0, 1, size) or offsets.layout != RowNumber(0, step=size) or call["include_last_offset"]:
-            raise NoRule("its bags are not one per row")
-        layout = Rows(0)
+        size, count = indices.shape[0] // BATCH, offsets.shape[0] // BATCH
+        at = RowNumber(0, step=size) if count == 1 else Ordinal(0, size // max(1, count))
+        if (
+            layout != Rows(0, 1, size)
+            or offsets.layout != at
+            or size % max(1, count)
+            or call["include_last_offset"]
+        ):
+            raise NoRule("its bags are not as many for each row")
+        layout = Rows(0, 1, count)
     return [layout, *[Mixed("inner results of bags")] * (len(call.shapes) - 1)]
 
 
@@ -715,7 +724,8 @@ def _indexed(value: Value, indices: Sequence[Value | None]) -> Layout:
         raise NoRule("it picks as many elements as values decide")
     rank = max(index.rank for _, index in given)
     layout = value.rows if not isinstance(value.layout, RowNumber | Ordinal) else _none(value)
-    picked, found = False, []
+    picked = False
+    found: list[Rows | Repeated] = []
     for dim, index in given:
         shift = rank - index.rank
         if not isinstance(layout, Constant) and layout.dim == dim:
@@ -730,8 +740,8 @@ def _indexed(value: Value, indices: Sequence[Value | None]) -> Layout:
     dims = [dim for dim, _ in given]
     start = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     if found:
-        own = joined(found)
-        return own if isinstance(own, Constant) else replace(own, dim=own.dim + start)
+        together = joined(found)
+        return together if isinstance(together, Constant) else replace(together, dim=together.dim + start)
     if isinstance(layout, Constant):
         return layout
     before = sum(dim not in dims for dim in range(layout.dim))
@@ -743,7 +753,7 @@ def _own_rows(layout: Rows | Repeated, index: Value, size: int) -> Rows:
     at = index.layout
     if isinstance(at, RowNumber) and at.step == 1 and size == BATCH:
         return Rows(at.dim, at.outer, at.inner)
-    if isinstance(at, Ordinal) and index.shape[at.dim] == size and isinstance(layout, Rows):
+    if isinstance(at, Ordinal) and at.step == 1 and index.shape[at.dim] == size and isinstance(layout, Rows):
         return Rows(at.dim, layout.outer, layout.inner)
     raise Mixing("it picks other rows")
 

@@ -21,7 +21,10 @@ BATCH = 5
 
 
 class Parts(nn.Module):
-    """Layers that programs use, made at their first use, for rows of 4 numbers or [6, 4] numbers, images [4, 8, 8] and ids below 7."""
+    """Layers that programs use, made at their first use.
+
+    They take rows of 4 or [6, 4] numbers, images of [4, 8, 8], and ids below 7.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name in MAKERS and name not in self._modules and name not in self._parameters:
