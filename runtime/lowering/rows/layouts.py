@@ -32,7 +32,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dimension `dim` has size outer * batch * inner. Its element (o, b, i) depends on row b, but not on the number."""
+    """Dimension `dim` has size outer * batch * inner. Element (o, b, i) depends on row b, not on the number b."""
 
     dim: int
     outer: int = 1
@@ -48,7 +48,7 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True)
 class RowNumber:
-    """Dimension `dim` has size outer * batch * inner. Its element (o, b, i) is `step` * b: the place of a row."""
+    """Dimension `dim` has size outer * batch * inner. Element (o, b, i) is `step` * b, a row's place."""
 
     dim: int
     outer: int = 1

@@ -1,8 +1,7 @@
 """Rules: the layouts of an operator's results, given those of its operands.
 
 A rule covers all overloads of an operator. It looks at sizes and layouts only, and raises `Mixing` unless every element
-of the result depends on a single row. It may assume that a result's shape is as its layout says:
-`checked` compares them.
+of the result depends on a single row. It may assume that a result has the shape that its layout says (`checked`).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -21,10 +21,7 @@ BATCH = 5
 
 
 class Parts(nn.Module):
-    """Layers that programs use, made at their first use.
-
-    They take rows of 4 or [6, 4] numbers, images of [4, 8, 8], and ids below 7.
-    """
+    """Layers, made at their first use, for rows of 4 or [6, 4] numbers, images [4, 8, 8] and ids below 7."""
 
     def __getattr__(self, name: str) -> Any:
         if name in MAKERS and name not in self._modules and name not in self._parameters:
@@ -82,7 +79,8 @@ def ids(*shape: int, most: int = 7) -> Tensor:
 
 def exported(module: nn.Module, inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:
     """Export a module of inputs x and y with the first dimension of each as its batch."""
-    shapes = {name: {0: Dim.AUTO} for name in "xy"[: len(inputs)]}
+    batch: Any = Dim.AUTO if len(inputs) == 1 else Dim("batch", min=2, max=64)  # AUTO: any condition on the batch
+    shapes = {name: {0: batch} for name in "xy"[: len(inputs)]}
     with torch.backends.opt_einsum.flags(enabled=False):
         return torch.export.export(module.eval(), tuple(inputs), dynamic_shapes=shapes)
 
@@ -195,10 +193,7 @@ MIXING: dict[str, Case] = {
     "pooling": (lambda m, x: functional.avg_pool1d(x.T[None], 3, 1, 1)[0].T, FLOATS),
     "padding": (lambda m, x: functional.pad(x, (0, 0, 1, 0))[:-1], FLOATS),
     "windows": (lambda m, x: x + functional.pad(x, (0, 0, 1, 1)).unfold(0, 3, 1).sum(-1), FLOATS),
-    "time": (
-        lambda m, x: x + functional.conv2d(x[None, None], torch.ones(1, 1, 3, 1), padding=(1, 0))[0, 0],
-        TOKENS,
-    ),
+    "time": (lambda m, x: functional.conv2d(x[None], torch.ones(1, 1, 3, 1), padding=(1, 0))[0], FLOATS),
     "merged_and_reduced": (lambda m, x: x + x.reshape(-1, 4).mean(0), TOKENS),
     "merged_halves": (lambda m, x: x.reshape(2, -1, 4).transpose(0, 1).reshape(x.shape), TOKENS),
     "turned_and_merged": (lambda m, x: x.transpose(0, 1).reshape(-1, 6, 4), TOKENS),
