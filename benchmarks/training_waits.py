@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from cohabit.runtime.training.budget import Budget
-from cohabit.runtime.training.spill import SpillSlot, SpillStore
+from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
 
 
 class CopyTimes:

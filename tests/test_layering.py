@@ -121,7 +121,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "view": {"config", "frontend", "ipc", "observe", "protocol"},
         "http": {"frontend", "ipc", "observe", "protocol", "triton", "view"},
         "grpc": {"frontend", "ipc", "observe", "protocol"},
-        "importing": {"config", "deploy", "engine", "ipc", "protocol", "repository", "triton"},
+        "importing": {"config", "deploy", "engine", "frontend", "ipc", "protocol", "repository", "triton"},
         "capacity": {"ipc", "scheduling"},
         "scale": {"config", "frontend", "http", "ipc", "protocol", "repository"},
         "commands": {"capacity", "config", "deploy", "engine", "importing", "repository", "scale", "view"},

@@ -29,7 +29,9 @@ from cohabit.planner.errors import format_bytes
 from cohabit.planner.memory import parse_share, parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import allocated_bytes, release_free_memory, resident_bytes
-from cohabit.runtime.training.copying import CopyThread
+from cohabit.runtime.training.copies.copying import CopyThread
+from cohabit.runtime.training.copies.spill import FileSpill, PinnedSpill, RamSpill
+from cohabit.runtime.training.copies.streams import CopyStreams, DeviceCopyThread
 from cohabit.runtime.training.first_step import FirstStep
 from cohabit.runtime.training.history import History
 from cohabit.runtime.training.interrupts import Interrupts
@@ -54,9 +56,7 @@ from cohabit.runtime.training.record import Record
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
-from cohabit.runtime.training.spill import FileSpill, PinnedSpill, RamSpill
 from cohabit.runtime.training.state import OptimizerState, runs_in_parts
-from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread
 from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, storage_nbytes, used_by
 
 _log = logging.getLogger("cohabit.training")
@@ -430,10 +430,10 @@ class Budget:
         """Return the bytes that never leave if only autograd's and the optimizers' tensors move."""
         parameters = {id(p): p for o in self._optimizers for group in o.param_groups for p in group["params"]}
         state = {id(t) for o in self._optimizers for v in o.state.values() for t in state_tensors(v)}
-        kept = {id(t): t.nbytes for t in tensors if id(t) not in state and t.device == self._device}
+        kept = distinct_storages(t for t in tensors if id(t) not in state and t.device == self._device)
         gradients = sum(p.nbytes for p in parameters.values() if p.requires_grad and p.grad is None)
         largest = max((p.nbytes for p in parameters.values()), default=0)
-        return int(sum(kept.values()) + gradients + 2 * largest)
+        return int(sum(storage.nbytes() for storage in kept) + gradients + 2 * largest)
 
     def _sampled(self, tensors: Iterable[torch.Tensor]) -> Callable[[], int]:
         """Return a function that tells the bytes of tensors in memory that neither autograd nor optimizers hold."""
@@ -500,7 +500,7 @@ class Budget:
                 self._residency.limit_bytes = self._limit_bytes or NEVER
             else:
                 self._move_only_saved()
-        elif self._steps == 2 and self._mode is not None:
+        elif self._steps == 2 and self._mode is not None and self._record.is_recording:
             self._record.finish_recording()
             if self._can_move_only_saved():
                 self._move_only_saved()

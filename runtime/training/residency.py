@@ -12,9 +12,9 @@ from typing import Any, Final
 
 import torch
 
-from cohabit.runtime.training.copying import Copier
+from cohabit.runtime.training.copies.copying import Copier
+from cohabit.runtime.training.copies.spill import SpillStore
 from cohabit.runtime.training.recomputing import Noting
-from cohabit.runtime.training.spill import SpillStore
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     NEVER,

@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 
 from cohabit.runtime.stores.pages import give_pages_back
-from cohabit.runtime.training.copying import Copier
+from cohabit.runtime.training.copies.copying import Copier
+from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
 from cohabit.runtime.training.record import Record
-from cohabit.runtime.training.spill import SpillSlot, SpillStore
 from cohabit.runtime.training.tracked import LEAST_BYTES, StorageCopy, storage_address, storage_nbytes, storage_uses
 
 _AHEAD: Final = 6

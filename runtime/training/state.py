@@ -18,8 +18,8 @@ import torch
 from torch import optim
 
 from cohabit.runtime.stores.pages import give_pages_back
-from cohabit.runtime.training.copying import Copier
-from cohabit.runtime.training.spill import SpillSlot, SpillStore
+from cohabit.runtime.training.copies.copying import Copier
+from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     REFERENCES,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 import torch
 from torch._C import StorageBase
 
-from cohabit.runtime.training.spill import SpillSlot
+from cohabit.runtime.training.copies.spill import SpillSlot
 
 if TYPE_CHECKING:
     from cohabit.runtime.training.recomputing import Recomputation

@@ -1,6 +1,7 @@
 """Limits of a ModelInferRequest, checked on its encoded bytes before protobuf builds objects."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -65,8 +66,15 @@ def described_bytes(data: bytes) -> int:
 
 
 def require_few_fields(data: bytes) -> None:
-    """Raise InvalidRequest for a message with more fields than any call other than an inference needs."""
-    if len(list(islice(_fields(data, 0, len(data)), _MOST_CONTROL_FIELDS + 1))) > _MOST_CONTROL_FIELDS:
+    """Raise InvalidRequest for a message with more fields than any call other than an inference needs.
+
+    The parser refuses what is not a message.
+    """
+    fields = 0
+    with suppress(InvalidRequest):
+        for _ in islice(_fields(data, 0, len(data)), _MOST_CONTROL_FIELDS + 1):
+            fields += 1
+    if fields > _MOST_CONTROL_FIELDS:
         raise InvalidRequest(f"the message has over {_MOST_CONTROL_FIELDS} fields")
 
 

@@ -23,7 +23,7 @@ PARAMETERS: Mapping[str, str] = {
     "weights": "float32, bfloat16 or int8: what weights are stored and copied as",
     "channels_last": "true or false",
     "fused": "true or false, on CUDA",
-    "pooling": "mean or cls: how /v1/embeddings makes one vector of those of a text's tokens",
+    "pooling": "mean, cls, lasttoken or max: how /v1/embeddings makes one vector of those of a text's tokens",
     "max_concurrency": "requests that may be under way; more are answered 429",
     "max_requests_per_second": "rate of requests; more are answered 429",
     "max_burst": "requests at once within that rate",

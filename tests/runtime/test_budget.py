@@ -28,9 +28,9 @@ from torch.utils.checkpoint import checkpoint
 import cohabit
 from cohabit.planner.memory import parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
-from cohabit.runtime.training.copying import CopyThread
+from cohabit.runtime.training.copies.copying import CopyThread
+from cohabit.runtime.training.copies.spill import RamSpill
 from cohabit.runtime.training.residency import Residency
-from cohabit.runtime.training.spill import RamSpill
 from cohabit.runtime.training.tracked import LEAST_BYTES
 
 WIDTH, ROWS, STEPS = 96, 64, 4
@@ -43,6 +43,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+    torch._dynamo.reset()  # what one test compiled is not the next one's
 
 
 class Block(nn.Module):
@@ -528,6 +529,10 @@ def test_a_share_that_one_op_exceeds_is_a_warning(caplog: pytest.LogCaptureFixtu
     assert "5 % of the first step's peak" in caplog.text
 
 
+OF_HOOKS = frozenset({"aten::detach", "aten::empty", "aten::set_"})
+"""Ops that the budget's hooks on saved tensors call, too, so that they are not counted."""
+
+
 class InterruptedAfter(TorchDispatchMode):
     """Interrupts eager PyTorch after an op."""
 
@@ -537,7 +542,7 @@ class InterruptedAfter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self._left -= 1
+        self._left -= func._schema.name not in OF_HOOKS
         if not self._left:
             raise KeyboardInterrupt
         return result
@@ -560,8 +565,8 @@ def test_an_interrupt_at_any_op_leaves_what_one_of_eager_pytorch_leaves(moment: 
 
     def interrupted(*args: Any) -> Any:
         nonlocal count
-        count += 1
-        if count == at:
+        count += args[1]._schema.name not in OF_HOOKS
+        if count == at and args[1]._schema.name not in OF_HOOKS:
             os.kill(os.getpid(), signal.SIGINT)
         return run(*args)
 
@@ -577,11 +582,14 @@ def test_an_interrupt_at_any_op_leaves_what_one_of_eager_pytorch_leaves(moment: 
     with pytest.raises(KeyboardInterrupt):
         train(InterruptedAfter(at), expected, its_optimizer)
     assert_same(state_of(net, optimizer), state_of(expected, its_optimizer))
-    losses = []
+    later: list[Any] = []
     for pair in ((net, optimizer), (expected, its_optimizer)):
         torch.manual_seed(4)
-        losses.append(plain(*pair))
-    assert losses[0] == losses[1]
+        try:
+            later.append(plain(*pair))
+        except KeyError as error:  # the optimizer was making its state
+            later.append(str(error))
+    assert later[0] == later[1]
     assert_same(state_of(net, optimizer), state_of(expected, its_optimizer))
 
 

@@ -15,11 +15,11 @@ from torch import nn
 import cohabit
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.training import budget, residency, spill, streams
-from cohabit.runtime.training.copying import Copier
+from cohabit.runtime.training.copies.copying import Copier
+from cohabit.runtime.training.copies.spill import FileSpill, PinnedSpill
+from cohabit.runtime.training.copies.streams import CopyStreams, DeviceCopyThread, OpStreams
 from cohabit.runtime.training.recomputing import Recomputation
 from cohabit.runtime.training.residency import Residency
-from cohabit.runtime.training.spill import FileSpill, PinnedSpill
-from cohabit.runtime.training.streams import CopyStreams, DeviceCopyThread, OpStreams
 from tests.support.runtime.stream_order import (
     CheckedOps,
     FakeCuda,

@@ -70,7 +70,8 @@ def test_models_are_listed_with_their_memory_and_reasons(own: Running, capsys: p
     )
     assert all(part in lines["damaged"] for part in ("UNAVAILABLE", "model.pt2 is [truncated]"))
     assert " ".join(lines["of"].split()) == (
-        "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1"
+        "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1 (for one model:"
+        " max_batch_size of its config.pbtxt)"
     )
 
 

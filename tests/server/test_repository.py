@@ -230,8 +230,8 @@ def test_label_files_that_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_a_pooling_that_is_not_known_keeps_the_model_from_loading(tmp_path: Path) -> None:
-    add(tmp_path, "m", "1", config="parameters { key: 'pooling' value { string_value: 'max' } }")
-    assert reason(tmp_path) == "config.pbtxt: parameter 'pooling': 'max' is neither mean nor cls"
+    add(tmp_path, "m", "1", config="parameters { key: 'pooling' value { string_value: 'weighted' } }")
+    assert reason(tmp_path) == "config.pbtxt: parameter 'pooling': 'weighted' is none of mean, cls, lasttoken, max"
 
 
 def test_config_that_is_not_text(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ async def start():
 asyncio.run(start())
 heavy = {{name.partition('.')[0] for name in sys.modules}}
 heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'transformers', {unused!r}}}
-words = {{f'cohabit.planner.{{name}}' for name in ('errors', 'free_list', 'memory', 'shapes')}}
+words = {{f'cohabit.planner.{{name}}' for name in ('errors', 'free_list', 'memory', 'parts', 'shapes')}}
 ours = {{name for name in sys.modules if name.startswith(('cohabit.planner.', 'cohabit.runtime'))}}
 assert not heavy, heavy
 assert ours == words, ours

@@ -38,7 +38,7 @@ from cohabit.runtime.lowering.rows.layouts import (
     joined,
     moved,
 )
-from cohabit.runtime.lowering.rows.rules import SIZE_ARGUMENTS, Call, rule_of
+from cohabit.runtime.lowering.rows.rules import SIZE_ARGUMENTS, OpCall, rule_of
 
 LAYOUT = "rows"
 """Key in the `meta` of nodes: the layout of their result, or a list of layouts."""
@@ -268,7 +268,7 @@ def layouts_of(
                 raise Mixing("a number that was read from rows is used")
             if sizes.has_batch(leaf) and argument not in SIZE_ARGUMENTS.get(name, ()):
                 raise Mixing("the batch size is used as a number")
-    call = Call(op, {k: pytree.tree_map(sizes.number, v) for k, v in arguments.items()}, tuple(shapes))
+    call = OpCall(op, {k: pytree.tree_map(sizes.number, v) for k, v in arguments.items()}, tuple(shapes))
     # Operands that mix.
     read = call.operands[1:] if name in _UNREAD else call.operands
     for operand in read:

@@ -36,7 +36,7 @@ from cohabit.runtime.lowering.rows.layouts import (
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """A call of an operator. Operands are `Value`s, sizes are those at `BATCH`."""
 
     op: OpOverload
@@ -80,7 +80,7 @@ class Call:
         return [dim % max(1, self.first.rank) for dim in ([given] if isinstance(given, int) else given)]
 
 
-Rule = Callable[[Call], Layout | list[Layout]]
+Rule = Callable[[OpCall], Layout | list[Layout]]
 """Returns the layout of every result, or one for all. Raises Mixing."""
 
 SIZE_ARGUMENTS: dict[str, frozenset[str]] = {
@@ -135,27 +135,27 @@ def constants_only(operands: Sequence[Value]) -> None:
     " floor_divide true_divide float_power where __and__ __or__ __xor__ dropout feature_dropout"
     " polar complex _prelu_kernel rrelu native_dropout _cast_Float _cast_Long isreal"
 )
-def elementwise(call: Call) -> Layout:
+def elementwise(call: OpCall) -> Layout:
     if call.op._overloadname == "default" and call.op._schema.name == "aten::where":
         raise NoRule("it returns as many elements as values decide")
     return broadcast(call.operands, len(call.shape))
 
 
 @_rule("copy fill zero")
-def overwritten(call: Call) -> Layout:
+def overwritten(call: OpCall) -> Layout:
     layout = broadcast(call.rest, len(call.shape))
     return filled(call) if isinstance(layout, Constant) else layout
 
 
 @_rule("alias detach contiguous clone lift lift_fresh lift_fresh_copy _to_copy to")
-def same(call: Call) -> Layout:
+def same(call: OpCall) -> Layout:
     if len(call.operands) > 1:
         return call.operands[0].layout if isinstance(call.operands[1].rows, Constant) else elementwise(call)
     return call.first.layout
 
 
 @_rule("mul")
-def multiplied(call: Call) -> Layout:
+def multiplied(call: OpCall) -> Layout:
     layout, by = call.first.unmixed, call["other"]
     if isinstance(layout, RowNumber) and isinstance(by, int):
         return replace(layout, step=layout.step * by)
@@ -163,7 +163,7 @@ def multiplied(call: Call) -> Layout:
 
 
 @_rule("zeros_like ones_like full_like full zeros ones new_zeros new_ones new_full")
-def filled(call: Call) -> Layout:
+def filled(call: OpCall) -> Layout:
     found = [dim for dim, size in enumerate(call.shape) if size and size % BATCH == 0]
     if len(found) > 1:
         raise Mixing("the batch is in two dimensions")
@@ -171,7 +171,7 @@ def filled(call: Call) -> Layout:
 
 
 @_rule("arange")
-def counted(call: Call) -> Layout:
+def counted(call: OpCall) -> Layout:
     (size,) = call.shape
     start, step = call.get("start", 0), call.get("step", 1)
     if start != 0 or not isinstance(step, int):
@@ -191,14 +191,14 @@ def counted(call: Call) -> Layout:
     "view reshape _unsafe_view flatten unflatten unsqueeze squeeze view_copy reshape_as view_as _reshape_copy"
     " squeeze_copy unsqueeze_copy _reshape_alias ravel"
 )
-def reshape(call: Call) -> Layout:
+def reshape(call: OpCall) -> Layout:
     return reshaped(call.first.layout, call.first.shape, call.shape)
 
 
 @_rule(
     "permute transpose swapaxes swapdims t numpy_T mT mH matrix_H adjoint movedim moveaxis permute_copy transpose_copy"
 )
-def permuted(call: Call) -> Layout:
+def permuted(call: OpCall) -> Layout:
     layout = call.first.unmixed
     if isinstance(layout, Constant):
         return layout
@@ -210,7 +210,7 @@ def permuted(call: Call) -> Layout:
 
 
 @_rule("expand expand_as broadcast_to expand_copy")
-def expanded(call: Call) -> Layout:
+def expanded(call: OpCall) -> Layout:
     layout = call.first.unmixed
     if isinstance(layout, Constant):
         return filled(call)
@@ -218,7 +218,7 @@ def expanded(call: Call) -> Layout:
 
 
 @_rule("repeat tile")
-def repeated(call: Call) -> Layout:
+def repeated(call: OpCall) -> Layout:
     layout, times = call.first.unmixed, list(call.get("repeats", call.get("dims")))
     own = (*[1] * (len(times) - call.first.rank), *call.first.shape)
     times = [*[1] * (len(own) - len(times)), *times]
@@ -241,7 +241,7 @@ def repeated(call: Call) -> Layout:
 
 
 @_rule("repeat_interleave")
-def interleaved(call: Call) -> Layout:
+def interleaved(call: OpCall) -> Layout:
     layout, times = call.first.unmixed, call["repeats"]
     flattened = call["dim"] is None and call.first.rank != 1
     if not isinstance(times, int) or flattened or isinstance(layout, Ordinal):
@@ -252,7 +252,7 @@ def interleaved(call: Call) -> Layout:
 
 
 @_rule("cat concat concatenate")
-def concatenated(call: Call) -> Layout:
+def concatenated(call: OpCall) -> Layout:
     values = [value for value in call.operands if value.shape != (0,)]
     dim = call.get("dim", 0) % len(call.shape)
     kept = [value.rows for value in values]
@@ -267,7 +267,7 @@ def concatenated(call: Call) -> Layout:
 
 
 @_rule("stack _stack")
-def stacked(call: Call) -> Layout:
+def stacked(call: OpCall) -> Layout:
     layout, dim = joined(value.rows for value in call.operands), call.get("dim", 0) % len(call.shape)
     return layout if isinstance(layout, Constant) else moved(layout, layout.dim + (dim <= layout.dim))
 
@@ -285,7 +285,7 @@ def _part(value: Value, dim: int, start: int, size: int) -> Layout:
 
 
 @_rule("slice narrow")
-def sliced(call: Call) -> Layout:
+def sliced(call: OpCall) -> Layout:
     value, dim, step = call.first, call.dim(), call.get("step", 1)
     layout, start = value.unmixed, call.get("start", 0)
     start += value.shape[dim] if start < 0 else 0
@@ -300,7 +300,7 @@ def sliced(call: Call) -> Layout:
 
 
 @_rule("split split_with_sizes chunk tensor_split split_copy split_with_sizes_copy unsafe_split unsafe_chunk")
-def parts(call: Call) -> list[Layout]:
+def parts(call: OpCall) -> list[Layout]:
     dim, start, found = call.dim(), 0, list[Layout]()
     for shape in call.shapes:
         found.append(_part(call.first, dim, start, shape[dim]))
@@ -309,7 +309,7 @@ def parts(call: Call) -> list[Layout]:
 
 
 @_rule("select unbind select_copy unbind_copy")
-def selected(call: Call) -> Layout:
+def selected(call: OpCall) -> Layout:
     layout, dim = call.first.unmixed, call.dim()
     if isinstance(layout, Constant):
         return layout
@@ -321,24 +321,24 @@ def selected(call: Call) -> Layout:
 
 
 @_rule("flip roll")
-def turned(call: Call) -> Layout:
+def turned(call: OpCall) -> Layout:
     return apart(call.first, call.dims("dims"), "it moves rows to other places")
 
 
 @_rule("unfold")
-def windows(call: Call) -> Layout:
+def windows(call: OpCall) -> Layout:
     return apart(call.first, [call["dimension"]], "its windows span rows")
 
 
 @_rule("diagonal diagonal_copy")
-def diagonal(call: Call) -> Layout:
+def diagonal(call: OpCall) -> Layout:
     dims = [call.dim("dim1"), call.dim("dim2", 1)]
     layout = apart(call.first, dims, "its diagonal spans rows")
     return layout if isinstance(layout, Constant) else moved(layout, layout.dim - sum(d < layout.dim for d in dims))
 
 
 @_rule("im2col col2im")
-def columns(call: Call) -> Layout:
+def columns(call: OpCall) -> Layout:
     return _samples(call.first, 4 if call.op._schema.name == "aten::im2col" else 3)
 
 
@@ -350,7 +350,7 @@ def columns(call: Call) -> Layout:
     "sum mean amax amin prod std var std_mean var_mean logsumexp nansum nanmean any all argmax argmin median nanmedian"
     " norm linalg_vector_norm max min aminmax count_nonzero mode kthvalue"
 )
-def reduced(call: Call) -> Layout:
+def reduced(call: OpCall) -> Layout:
     if "other" in call.arguments:
         return elementwise(call)
     dims = call.dims()
@@ -365,17 +365,17 @@ def reduced(call: Call) -> Layout:
     " topk argsort glu diff linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft"
     " fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn"
 )
-def scanned(call: Call) -> Layout:
+def scanned(call: OpCall) -> Layout:
     layouts = [apart(value, call.dims(), "it computes along rows") for value in call.operands]
     if len({value.rank for value in call.operands}) > 1:
         raise NoRule("its operands have different ranks")
     return joined(layouts)
 
 
-def _last(count: int) -> Callable[[Call], Layout]:
+def _last(count: int) -> Callable[[OpCall], Layout]:
     """Return the rule of operators that compute along the last `count` dimensions; all others are batches."""
 
-    def rule(call: Call) -> Layout:
+    def rule(call: OpCall) -> Layout:
         constants_only(call.rest)
         return apart(call.first, range(call.first.rank - count, call.first.rank), "it computes along rows")
 
@@ -397,7 +397,7 @@ _rule("upsample_trilinear3d pixel_shuffle pixel_unshuffle")(_last(3))
 
 
 @_rule("cosine_similarity")
-def similar(call: Call) -> Layout:
+def similar(call: OpCall) -> Layout:
     dim = call.get("dim") % len(call.operands[0].shape)
     if len({value.rank for value in call.operands}) > 1:
         raise NoRule("its operands have different ranks")
@@ -406,25 +406,25 @@ def similar(call: Call) -> Layout:
 
 
 @_rule("view_as_real")
-def as_pairs(call: Call) -> Layout:
+def as_pairs(call: OpCall) -> Layout:
     return call.first.rows
 
 
 @_rule("one_hot")
-def one_hot(call: Call) -> Layout:
+def one_hot(call: OpCall) -> Layout:
     if call["num_classes"] < 0:
         raise Mixing("the number of classes depends on rows")
     return call.first.rows
 
 
 @_rule("bucketize")
-def bucketed(call: Call) -> Layout:
+def bucketed(call: OpCall) -> Layout:
     constants_only([call["boundaries"]])
     return call.first.rows
 
 
 @_rule("searchsorted")
-def searched(call: Call) -> Layout:
+def searched(call: OpCall) -> Layout:
     ordered, values = call["sorted_sequence"], call["self"]
     constants_only([sorter] if (sorter := call.get("sorter")) is not None else [])
     if not isinstance(values, Value):
@@ -436,7 +436,7 @@ def searched(call: Call) -> Layout:
 
 
 @_rule("pad constant_pad_nd _pad_circular _pad_enum")
-def padded(call: Call) -> Layout:
+def padded(call: OpCall) -> Layout:
     amounts, layout = list(call["pad"]), call.first.rows
     if not isinstance(layout, Constant):
         place = 2 * (call.first.rank - 1 - layout.dim)
@@ -462,7 +462,7 @@ def _product(operands: Sequence[tuple[Value, Sequence[Any]]], result: Sequence[A
     return joined(found)
 
 
-def _biased(call: Call, product: Constant | Rows | Repeated, bias: Value | None) -> Layout:
+def _biased(call: OpCall, product: Constant | Rows | Repeated, bias: Value | None) -> Layout:
     return product if bias is None else joined([product, broadcast([bias], len(call.shape))])
 
 
@@ -472,7 +472,7 @@ def _leading(value: Value, count: int) -> list[int]:
 
 
 @_rule("matmul mm bmm mv dot vdot addmm baddbmm addmv linear")
-def matrix_product(call: Call) -> Layout:
+def matrix_product(call: OpCall) -> Layout:
     values = call.operands
     name = call.op._schema.name.split("::")[1]
     bias = values.pop(0) if name in ("addmm", "baddbmm", "addmv") else values.pop() if len(values) > 2 else None
@@ -491,21 +491,21 @@ def matrix_product(call: Call) -> Layout:
 
 
 @_rule("bilinear")
-def bilinear(call: Call) -> Layout:
+def bilinear(call: OpCall) -> Layout:
     x, y, *constants = call.operands
     constants_only(constants)
     return joined([apart(x, [-1], "it sums over rows"), apart(y, [-1], "it sums over rows")])
 
 
 @_rule("cdist _cdist_forward")
-def distances(call: Call) -> Layout:
+def distances(call: OpCall) -> Layout:
     x, y = call.operands
     lead = max(_leading(x, 2), _leading(y, 2), key=len)
     return _product([(x, [*_leading(x, 2), "m", "k"]), (y, [*_leading(y, 2), "n", "k"])], [*lead, "m", "n"])
 
 
 @_rule("einsum")
-def einstein_sum(call: Call) -> Layout:
+def einstein_sum(call: OpCall) -> Layout:
     given, arrow, result = str(call["equation"]).replace(" ", "").partition("->")
     terms = given.split(",")
     operands = [(value, _labels(term, value.rank)) for value, term in zip(call.operands, terms, strict=True)]
@@ -528,7 +528,7 @@ def _labels(term: str, rank: int) -> list[Any]:
 @_rule(
     "scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_attention_math"
 )
-def attention(call: Call) -> Layout:
+def attention(call: OpCall) -> Layout:
     query, key, value = (call[name] for name in ("query", "key", "value"))
     rank = len(call.shape)
     operands = [(query, [*_leading(query, 2), "l", "e"]), (key, [*_leading(key, 2), "s", "e"])]
@@ -564,7 +564,7 @@ def _samples(value: Value, least_rank: int, dim: int = 0) -> Constant | Rows | R
     "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d"
     " _convolution_mode"
 )
-def convolved(call: Call) -> Layout:
+def convolved(call: OpCall) -> Layout:
     x, weight = call["input"], call["weight"]
     rank = weight.rank
     filters = weight.rows
@@ -580,30 +580,30 @@ def convolved(call: Call) -> Layout:
 
 
 @_rule("layer_norm native_layer_norm rms_norm _fused_rms_norm")
-def layer_norm(call: Call) -> Layout:
+def layer_norm(call: OpCall) -> Layout:
     return _last(len(call["normalized_shape"]))(call)
 
 
 @_rule("group_norm local_response_norm channel_shuffle")
-def grouped(call: Call) -> Layout:
+def grouped(call: OpCall) -> Layout:
     constants_only(call.rest)
     return _samples(call.first, 2)
 
 
 @_rule("native_group_norm")
-def native_group_norm(call: Call) -> list[Layout]:
+def native_group_norm(call: OpCall) -> list[Layout]:
     return [grouped(call)] * 3
 
 
 @_rule("instance_norm")
-def instance_norm(call: Call) -> Layout:
+def instance_norm(call: OpCall) -> Layout:
     if call.get("running_mean") is not None and call["use_input_stats"]:
         raise Mixing("it changes its statistics")
     return grouped(call)
 
 
 @_rule("batch_norm native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit")
-def batch_norm(call: Call) -> list[Layout]:
+def batch_norm(call: OpCall) -> list[Layout]:
     if call.get("training", False) or call.get("running_mean") is None:
         raise Mixing("it takes the statistics of all rows")
     constants_only(call.rest)
@@ -613,7 +613,7 @@ def batch_norm(call: Call) -> list[Layout]:
 
 
 @_rule("lstm gru rnn_tanh rnn_relu")
-def recurrent(call: Call) -> list[Layout]:
+def recurrent(call: OpCall) -> list[Layout]:
     if "data" in call.arguments:
         raise NoRule("it reads packed sequences")
     states = pytree.tree_leaves(call["hx"])
@@ -628,19 +628,19 @@ def recurrent(call: Call) -> list[Layout]:
 
 
 @_rule("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
-def recurrent_cell(call: Call) -> Layout:
+def recurrent_cell(call: OpCall) -> Layout:
     given = [call["input"], *pytree.tree_leaves(call["hx"])]
     constants_only([value for value in call.operands if all(value is not own for own in given)])
     return joined(_samples(value, 2) for value in given)
 
 
 @_rule("grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator")
-def sampled(call: Call) -> Layout:
+def sampled(call: OpCall) -> Layout:
     return joined(_samples(value, 3) for value in call.operands)
 
 
 @_rule("stft istft")
-def spectrum(call: Call) -> Layout:
+def spectrum(call: OpCall) -> Layout:
     constants_only(call.rest)
     return _samples(call.first, 2 if call.op._schema.name == "aten::stft" else 3)
 
@@ -650,13 +650,13 @@ def spectrum(call: Call) -> Layout:
 
 
 @_rule("embedding")
-def embedded(call: Call) -> Layout:
+def embedded(call: OpCall) -> Layout:
     constants_only([call["weight"]])
     return call["indices"].rows  # type: ignore[no-any-return]
 
 
 @_rule("embedding_bag _embedding_bag _embedding_bag_forward_only")
-def bags(call: Call) -> list[Layout]:
+def bags(call: OpCall) -> list[Layout]:
     indices, offsets, weights = call["indices"], call["offsets"], call.get("per_sample_weights")
     constants_only([call["weight"]])
     layout = joined([indices.rows, *([] if weights is None else [weights.rows])])
@@ -678,12 +678,12 @@ def bags(call: Call) -> list[Layout]:
 
 
 @_rule("index_select")
-def selected_rows(call: Call) -> Layout:
+def selected_rows(call: OpCall) -> Layout:
     return _indexed(call.first, [None] * call.dim() + [call["index"]])
 
 
 @_rule("gather")
-def gathered(call: Call) -> Layout:
+def gathered(call: OpCall) -> Layout:
     value, index, dims = call.first, call["index"], [call.dim()]
     layout = apart(value, dims, "it picks elements of other rows")
     if isinstance(layout, Constant):
@@ -692,14 +692,14 @@ def gathered(call: Call) -> Layout:
 
 
 @_rule("take_along_dim")
-def taken(call: Call) -> Layout:
+def taken(call: OpCall) -> Layout:
     if call.get("dim") is None:
         raise NoRule("it picks elements of the flattened operand")
-    return gathered(Call(call.op, {**call.arguments, "index": call["indices"]}, call.shapes))
+    return gathered(OpCall(call.op, {**call.arguments, "index": call["indices"]}, call.shapes))
 
 
 @_rule("scatter scatter_add scatter_reduce")
-def scattered(call: Call) -> Layout:
+def scattered(call: OpCall) -> Layout:
     layouts = [apart(value, [call.dim()], "it writes to other rows") for value in call.operands if value.rank]
     layout = joined(layouts)
     if not isinstance(layout, Constant) and any(
@@ -712,7 +712,7 @@ def scattered(call: Call) -> Layout:
 
 
 @_rule("index _unsafe_index")
-def indexed(call: Call) -> Layout:
+def indexed(call: OpCall) -> Layout:
     return _indexed(call.first, call["indices"])
 
 
@@ -758,7 +758,7 @@ def _own_rows(layout: Rows | Repeated, index: Value, size: int) -> Rows:
 
 
 @_rule("index_put _unsafe_index_put")
-def put(call: Call) -> Layout:
+def put(call: OpCall) -> Layout:
     value, indices, values = call.first, call["indices"], call["values"]
     given = [(dim, index) for dim, index in enumerate(indices) if index is not None]
     if len(given) == 1 and given[0][1].dtype is torch.bool and prod(values.shape) == 1:
@@ -778,7 +778,7 @@ def put(call: Call) -> Layout:
 
 
 @_rule("index_add index_copy index_fill")
-def written(call: Call) -> Layout:
+def written(call: OpCall) -> Layout:
     constants_only([call["index"]])
     dim, source = call.dim(), call.get("source", call.get("value"))
     layouts = [apart(call.first, [dim], "it writes to other rows")]
@@ -788,7 +788,7 @@ def written(call: Call) -> Layout:
 
 
 @_rule("slice_scatter")
-def slice_written(call: Call) -> Layout:
+def slice_written(call: OpCall) -> Layout:
     value, source = call.first, call["src"]
     if value.shape != source.shape:
         dims = [call.dim()]
@@ -797,7 +797,7 @@ def slice_written(call: Call) -> Layout:
 
 
 @_rule("select_scatter")
-def select_written(call: Call) -> Layout:
+def select_written(call: OpCall) -> Layout:
     dim, source = call.dim(), call["src"].rows
     if not isinstance(source, Constant):
         source = moved(source, source.dim + (source.dim >= dim))

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from cohabit.runtime.training.copying import CopyThread
-from cohabit.runtime.training.spill import bytes_of
+from cohabit.runtime.training.copies.copying import CopyThread
+from cohabit.runtime.training.copies.spill import bytes_of
 from cohabit.runtime.training.tracked import StorageCopy
 
 _LINK_BYTES_PER_S = 25e9

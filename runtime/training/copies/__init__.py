@@ -1,0 +1,1 @@
+"""Copies between memory and where evicted bytes go: threads, streams and stores."""
