@@ -27,7 +27,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Step:
+class RecordedStep:
     """A recorded step."""
 
     events: list[Event] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LeavingChoice:
     """What a searcher decided for a step."""
 
     leaves: frozenset[int]
@@ -66,12 +66,12 @@ class Record:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.step: Step | None = None
+        self.step: RecordedStep | None = None
         """The recorded step; None until there is one."""
-        self.choice: Choice | None = None
+        self.choice: LeavingChoice | None = None
         self.sampled: Callable[[], int] | None = None
         """Returns the bytes of tensors in memory that are not autograd's, where no ops are seen."""
-        self._new: Step | None = None
+        self._new: RecordedStep | None = None
         """The step that is being recorded."""
         self._began_s = clock()
         self._at = -1
@@ -90,7 +90,7 @@ class Record:
     # Recording
 
     def begin_recording(self) -> None:
-        self._new = Step()
+        self._new = RecordedStep()
 
     @property
     def is_recording(self) -> bool:
@@ -105,7 +105,7 @@ class Record:
         """An optimizer's step begins or ends: it allocates by parts, not as recorded."""
         self._is_updating = is_updating
 
-    def finish_recording(self) -> Step:
+    def finish_recording(self) -> RecordedStep:
         """End the recording: from now on, steps follow it."""
         assert self._new is not None
         step, self._new = self._new, None
