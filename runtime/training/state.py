@@ -71,7 +71,7 @@ class _Away:
         return sum(moved.nbytes for moved in self.moved)
 
 
-class _State(defaultdict[Any, Any]):
+class _StateMapping(defaultdict[Any, Any]):
     """An optimizer's state. Whatever is read from it is in memory."""
 
     def __init__(self, mover: "OptimizerState", content: "defaultdict[Any, Any]") -> None:
@@ -198,7 +198,7 @@ class OptimizerState:
         self.bring_all_in()
         self._restore_groups()
         optimizer = self._optimizer
-        if type(optimizer.state) is _State:
+        if type(optimizer.state) is _StateMapping:
             plain = self._before if self._before is not None else defaultdict(dict)
             plain.clear()
             plain.update(optimizer.state)
@@ -273,7 +273,7 @@ class OptimizerState:
         """Make `optimizer.state` a mapping that brings back what is read. Loading a state replaces it."""
         optimizer = self._optimizer
         state = optimizer.state
-        if type(state) is _State and state._mover is self:
+        if type(state) is _StateMapping and state._mover is self:
             return
         if type(state) is not defaultdict or sys.getrefcount(state) > 3:
             return  # others hold the mapping itself: its content stays
@@ -281,7 +281,7 @@ class OptimizerState:
             self._discard(away)
         self._away.clear()
         self._before = state
-        optimizer.state = _State(self, state)
+        optimizer.state = _StateMapping(self, state)
         state.clear()
         self._count()
 
@@ -379,7 +379,7 @@ class OptimizerState:
     def leave(self, key: Any) -> bool:
         """Begin to save a parameter's state, if the optimizer alone holds it. Returns whether any is leaving."""
         state = self._optimizer.state
-        if type(state) is not _State or self._is_forked:
+        if type(state) is not _StateMapping or self._is_forked:
             return False
         own = dict.get(state, key)
         if type(own) is not dict or sys.getrefcount(own) > 3:
