@@ -278,6 +278,18 @@ def test_a_model_is_lowered_measured_and_planned(folder: Path, capsys: pytest.Ca
     assert "--batch-sizes: tiny was not exported for batch 100" in capsys.readouterr().err
 
 
+def test_a_model_s_own_configuration_is_planned_as_it_is_served(folder: Path) -> None:
+    path = folder / "models" / "wide" / "1" / "model.pt2"
+    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, path)
+    (path.parents[1] / "config.pbtxt").write_text(
+        "max_batch_size: 4 parameters { key: 'weights' value { string_value: 'bfloat16' } }"
+    )
+    assert main(["plan", "models/wide", "--memory", "1MiB", "--cache", "cache", "--search", "on_demand"]) == 0
+    (written,) = Path("plans").glob("wide*.graph.json")
+    graph = cohabit.planner.graph.decode(written.read_bytes())
+    assert {t.codec for t in graph.tensors if t.kind == "parameter"} == {"bfloat16"}
+
+
 def test_a_share_of_the_weights_counts_tables_of_the_host_store_as_serving_does(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

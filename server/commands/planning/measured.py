@@ -85,7 +85,7 @@ def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -
 
     config = config_of({"repository": str(options.model), "memory": "1B", **given(options, MEASURING)})
     config = replace(config, batch_sizes=options.batch_sizes or (1,))
-    source = replace(find(options.model), config=None)
+    source = find(options.model)
     on_progress(f"{source.name}: starting torch")
     from cohabit.server.deploy.prepare import lowered_and_measured
 
