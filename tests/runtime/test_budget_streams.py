@@ -14,7 +14,8 @@ from torch import nn
 
 import cohabit
 from cohabit.runtime.errors import UnsupportedModel
-from cohabit.runtime.training import budget, residency, spill, streams
+from cohabit.runtime.training import budget, residency
+from cohabit.runtime.training.copies import spill, streams
 from cohabit.runtime.training.copies.copying import Copier
 from cohabit.runtime.training.copies.spill import FileSpill, PinnedSpill
 from cohabit.runtime.training.copies.streams import CopyStreams, DeviceCopyThread, OpStreams
