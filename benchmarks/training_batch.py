@@ -2,9 +2,8 @@
 
     python -m benchmarks.training_batch --record
 
-Eager, `cohabit.budget`, and captured steps by plans of several searchers. The largest batch is found by bisection. A
-cell is a process of `benchmarks.training_step` in a memory cgroup, and is kept in the working folder. Needs root and
-cgroups of version 1.
+Eager and `cohabit.budget`. The largest batch is found by bisection. A cell is a process of `benchmarks.training_step`
+in a memory cgroup, and is kept in the working folder. Needs root and cgroups of version 1.
 """
 
 import json
@@ -26,8 +25,7 @@ from benchmarks.training_step import BUDGETS
 
 MODULE = "benchmarks.training_batch"
 EAGER = "eager"
-CONTESTANTS = ("budget", "best", "particle_swarm", "capuchin")
-"""`cohabit.budget`, and captured steps by plans of three searchers."""
+CONTESTANTS = ("budget",)
 MULTIPLES = (1, 1.5, 2, 3, 4)
 """Of eager's largest batch."""
 WARM_UP = 1
@@ -40,30 +38,27 @@ class Cells:
 
     path: Path
     budget_bytes: int
-    seconds: float
     steps: int
     console: Console
     found: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def at(self, net: str, contestant: str, batch: int) -> dict[str, Any]:
         """Return a cell, measured if it is not known."""
-        key = f"{net} {contestant} {batch} {self.budget_bytes} {self.seconds:g} {self.steps}"
+        key = f"{net} {contestant} {batch} {self.budget_bytes} {self.steps}"
         if key not in self.found:
             flags = ["--tiny", "--batch", str(batch), "--budget", str(self.budget_bytes)]
-            flags += ["--seconds", str(self.seconds), "--warm-up", str(WARM_UP), "--steps", str(self.steps)]
+            flags += ["--warm-up", str(WARM_UP), "--steps", str(self.steps)]
             began_s = time.monotonic()
             cell = cell_of(net, contestant, flags)
             self.found[key] = {**cell, "took_s": time.monotonic() - began_s}
             self.path.write_text(json.dumps(self.found, indent=1))
             said = f"{cell['step_s']:.2f} s per step" if "step_s" in cell else cell["failed"]
-            said += "" if cell.get("residents", 1) else ", by the serial schedule"
             self.console.print(f"{net}, {contestant}, {batch} samples: {said} ({time.monotonic() - began_s:.0f} s)")
         return self.found[key]
 
     def trains(self, net: str, contestant: str, batch: int) -> bool:
-        """Whether a batch trains, and not by the serial schedule, which keeps no weights in memory."""
-        cell = self.at(net, contestant, batch)
-        return "step_s" in cell and cell.get("residents", 1) > 0
+        """Whether a batch trains."""
+        return "step_s" in self.at(net, contestant, batch)
 
 
 def largest_batches(cells: Cells, net: str, names: Sequence[str]) -> dict[str, int]:
@@ -109,7 +104,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nets", nargs="+", default=["unet", "gpt"], choices=list(TINY))
     parser.add_argument("--contestants", nargs="+", default=list(CONTESTANTS), help="beside eager (default: all)")
     parser.add_argument("--budget", type=int, default=128, help="MiB for tensors (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each search (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=2, help="measured, after two others (default: %(default)s)")
     parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     arguments = parser.parse_args(argv)
@@ -119,13 +113,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = arguments.folder / "training-batch.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     known = json.loads(path.read_text()) if path.exists() else {}
-    cells = Cells(path, arguments.budget * MIB, arguments.seconds, arguments.steps, console, known)
+    cells = Cells(path, arguments.budget * MIB, arguments.steps, console, known)
     names = arguments.contestants
     shown = [EAGER, *(NAMES[name] if name in BUDGETS else name for name in names)]
     most = markdown_table(["net", *shown], [row(cells, net, names) for net in arguments.nets])
     by_batch = [row for net in arguments.nets for row in rates(cells, net, names)]
     sections = [
-        ABOUT.format(budget=arguments.budget, seconds=arguments.seconds, steps=arguments.steps),
+        ABOUT.format(budget=arguments.budget, steps=arguments.steps),
         most,
         "## Throughput by batch size (HOME, Figure 6)\n",
         RATES,
@@ -140,12 +134,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 ABOUT = """**Executed.** The largest batch that trains, in brackets over eager's, and samples per second. Each cell is a
 process with one thread in a memory cgroup of its base (what it takes, but for tensors, after a first step without the
 limit), {budget} MiB for tensors, and 16 MiB, without swap. `cohabit.budget` runs the eager loop, with what the cgroup
-allows as the total of its process; the searchers' steps are captured. Eager's largest batch is found to a 16th, the
-others' to an eighth of eager's. A searcher's batch counts if its plan keeps weights in memory: below that there is only
-the serial schedule, which moves everything over every gap. {steps} steps are measured after two others; searches take
-{seconds:g} s, tensors go to a file. The nets are the small ones of `benchmarks.training_nets`: U-Net on 128 by 128
-images, GPT with two blocks on 128 tokens. Theirs, measured on an RTX 2080Ti: HOME 2.2 times PyTorch's batch on average,
-Capuchin 1.97 times; HOME has 1.12 times Capuchin's batch, and 1.2 times its throughput.
+allows as the total of its process. Eager's largest batch is found to a 16th, the other's to an eighth of eager's.
+{steps} steps are measured after two others; tensors go to a file. The nets are the small ones of
+`benchmarks.training_nets`: U-Net on 128 by 128 images, GPT with two blocks on 128 tokens. Theirs, measured on an RTX
+2080Ti: HOME 2.2 times PyTorch's batch on average, Capuchin 1.97 times; HOME has 1.12 times Capuchin's batch, and 1.2
+times its throughput.
 """
 RATES = """Samples per second in the same memory, with multiples of eager's largest batch. Where there is no figure, the
 batch does not train. Theirs, for four networks: HOME has up to 5.7 times vDNN's, 2 times SuperNeurons' and 1.3 times

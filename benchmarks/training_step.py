@@ -22,8 +22,6 @@ import torch
 from torch import Tensor, nn
 
 import cohabit
-from benchmarks.captured.cpu import KEPT_BYTES
-from benchmarks.captured.trainer import MEASURED_FIRST, Trainer
 from benchmarks.edge.cgroup import MIB
 from benchmarks.training_nets import NETS, TINY, Blocks, eager_step, loss
 from benchmarks.training_waits import CopyTimes
@@ -36,7 +34,12 @@ LEAST_SAVED_BYTES = 64 << 10
 """Smaller tensors are not worth a read."""
 
 ALLOWANCE_BYTES = 16 << 20
-"""Of each limit, above base and budget: for what no plan counts, such as the search that goes on in between."""
+"""Added to each limit, above base and budget, for memory that no budget counts."""
+KEPT_BYTES = 256 << 10
+"""Freed memory that the C library keeps. Smaller tensors leave holes in the heap: with 1 MiB, an LSTM whose states take
+750 KiB took twice its budget."""
+WARM_UP = 4
+"""Steps with the limit before those that are measured."""
 
 Step = Callable[[], Tensor]
 
@@ -118,45 +121,27 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 def run(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    keep_freed_memory(KEPT_BYTES)  # as the trainer does that stores in a file
+    keep_freed_memory(KEPT_BYTES)
     cgroup = Cgroup()
     net = (TINY if arguments.tiny else NETS)[arguments.net]
     torch.manual_seed(0)
     model, batch = net.model(), net.batch(arguments.batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    trainer, started_s = None, time.perf_counter()
-    if arguments.contestant in (*TORCH, *BUDGETS):
-        step = torch_step(arguments.contestant, arguments.setting, model, optimizer, batch)
-    else:
-        trainer = Trainer(
-            model,
-            optimizer,
-            loss,
-            batch,
-            f"{100 * arguments.share:g}%" if arguments.budget is None else arguments.budget,
-            searcher=arguments.contestant.removeprefix("ours_"),
-            search_seconds=arguments.seconds,
-            store="file",
-        )
-        step = partial(trainer.step, *batch)
+    started_s = time.perf_counter()
+    step = torch_step(arguments.contestant, arguments.setting, model, optimizer, batch)
     prepared_s = time.perf_counter() - started_s
-    first = None if trainer is None else trainer.prediction
     losses = [step().item()]
     gc.collect()
     release_free_memory()
-    if trainer is None:
-        state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-        held = tensor_bytes(chain(model.parameters(), model.buffers(), state, batch))
-    else:
-        held = tensor_bytes(batch) + sum(t.nbytes for t in trainer._state.tensors.values() if t.is_here)
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    held = tensor_bytes(chain(model.parameters(), model.buffers(), state, batch))
     base = cgroup.used_bytes() - held
-    peak_bytes = trainer.peak_bytes if trainer is not None else arguments.peak
-    budget = int(arguments.share * peak_bytes) if arguments.budget is None else arguments.budget
+    budget = int(arguments.share * arguments.peak) if arguments.budget is None else arguments.budget
     if not arguments.unlimited:
         cgroup.limit(base + budget + ALLOWANCE_BYTES)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS") - held
-    print(json.dumps({"base": base, "held": held, "prepared_s": prepared_s, "peak_bytes": peak_bytes}), flush=True)
+    print(json.dumps({"base": base, "held": held, "prepared_s": prepared_s}), flush=True)
     limits = None
     if arguments.contestant in BUDGETS:
         total_bytes = before + budget + ALLOWANCE_BYTES
@@ -178,19 +163,6 @@ def run(arguments: argparse.Namespace) -> None:
         "budget_mib": budget / MIB,
         **copied,
     }
-    if trainer is not None:
-        promise, links = trainer.prediction, (trainer.profile.swap_in, trainer.profile.swap_out)
-        found |= {
-            "swapped_bytes": trainer.swapped_bytes,
-            "first_predicted_s": first.period_s if first is not None else None,
-            "predicted_s": promise.period_s,
-            "bound_s": promise.bound_s,
-            "resident_s": promise.resident_s,
-            "searcher": promise.searcher,
-            "ops": len(trainer.graph.ops),
-            "residents": len(trainer.plan.residents),
-            "link_bytes_per_s": [link.bandwidth_bytes_per_s for link in links],
-        }
     print(json.dumps(found), flush=True)
 
 
@@ -221,8 +193,7 @@ def main() -> None:
     parser.add_argument("--peak", type=int, default=1 << 30)
     parser.add_argument("--unlimited", action="store_true")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--warm-up", type=int, default=MEASURED_FIRST, help="steps until a plan was reviewed")
+    parser.add_argument("--warm-up", type=int, default=WARM_UP, help="steps before those that are measured")
     parser.add_argument("--steps", type=int, default=3)
     run(parser.parse_args())
     os._exit(0)  # nothing is to be written back

@@ -1,9 +1,10 @@
 """`cohabit.load` and `cohabit.plan`: run or plan a module within a memory budget, from Python."""
 
+import logging
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import Any, Final, Self
 import torch
 from rich.console import Console
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from cohabit.flat_call import FlatCall
 from cohabit.page.html import report_page
+from cohabit.planner.compiled import compiles_first
+from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
@@ -31,15 +34,19 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize, parse_memory
 from cohabit.server.config.sources import config_of
 from cohabit.server.deploy.model import Model
-from cohabit.server.deploy.notices import warn_of_changed_inputs, warn_of_validation
+from cohabit.server.deploy.notices import random_ops, warn_of_changed_inputs, warn_of_validation
 from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, set_up_torch
+from cohabit.server.importing.comparison import Different, EagerComparison, varied
+from cohabit.server.importing.exporting import exported, why_not_exported
+from cohabit.server.importing.subject import Subject, Tensors
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.view.analysis import PlanAnalysis, analyze
 from cohabit.server.view.plan_document import plan_document
 from cohabit.server.view.terminal import draw
 
-Example = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
+Example = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 """Example inputs of a module: one input, inputs in order, or inputs by name."""
+_log = logging.getLogger("cohabit.planner")
 SEARCH_S: Final = 2.0
 """Default search time in seconds, as in `cohabit serve`."""
 _FRAME_PIXELS = 900
@@ -109,12 +116,13 @@ class ModulePlan:
 class LoadedModule:
     """A module within a memory budget. Called like the original module, with inputs of the example's shapes.
 
-    Any thread may call it; calls run one after another.
+    Inputs other than tensors are constants: they must have the example's values. Any thread may call it; calls run one
+    after another.
     """
 
-    def __init__(self, exported: torch.export.ExportedProgram, config: ServeConfig, prepared: "_Prepared") -> None:
+    def __init__(self, flat: FlatCall, config: ServeConfig, prepared: "_Prepared") -> None:
         self.plan: ModulePlan = prepared.plan
-        self._config, self._spec = config, exported.call_spec
+        self._config, self._flat = config, flat
         self._ports = prepared.model.lowered.inputs
         self._name = prepared.model.source.name
         self._calls = threading.Lock()
@@ -135,37 +143,29 @@ class LoadedModule:
             self._executor.load(self._program)
             self._resources = resources.pop_all()
 
-    def __call__(self, *inputs: torch.Tensor, **named: torch.Tensor) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return the module's outputs. The inputs are not modified.
 
-        Raises TypeError if the inputs' number or names differ from the example's, ValueError for another shape or
-        dtype, DeviceError if weights cannot be read (a later call may succeed), and RuntimeError after `close`.
+        Raises TypeError if the inputs' structure differs from the example's, ValueError for another shape, dtype or
+        constant, DeviceError if weights cannot be read (a later call may succeed), and RuntimeError after `close`.
         """
-        flat = self._flat(inputs, named)
-        copies = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in flat]
+        outputs = self.run(self._flat.tensors(inputs, named))
+        # Tensors created in inference mode cannot be changed in place outside it.
+        return self._flat.unflatten(output.clone() for output in outputs)
+
+    def run(self, tensors: Tensors) -> Sequence[torch.Tensor]:
+        """Return the tensors of the outputs in order, for the tensors of a call by name."""
+        copies = [tensors[port.name].detach().clone(memory_format=torch.contiguous_format) for port in self._ports]
         with self._calls, _torch_as_it_was():
             if self._is_closed:
                 raise RuntimeError(f"the module was closed, and its memory released; load {self._name} again")
             set_up_torch(self._config)
-            outputs = self._executor.run(self._program, copies).outputs
-        # Tensors created in inference mode cannot be changed in place outside it.
-        return pytree.tree_unflatten([output.clone() for output in outputs], self._spec.out_spec)
+            return self._executor.run(self._program, copies).outputs
 
-    def _flat(self, inputs: tuple[torch.Tensor, ...], named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        flat, spec = pytree.tree_flatten((inputs, dict(sorted(named.items()))))
-        if spec != self._spec.in_spec:
-            in_order, by_name = pytree.tree_unflatten(range(len(self._ports)), self._spec.in_spec)
-            raise TypeError(
-                f"called with {len(inputs)} inputs in order and {sorted(named)} by name; the example had"
-                f" {len(in_order)} in order and {sorted(by_name)} by name"
-            )
-        for tensor, port in zip(flat, self._ports, strict=True):
-            if (tuple(tensor.shape), tensor.dtype) != (port.shape, port.dtype):
-                raise ValueError(
-                    f"{port.name} is {tensor.dtype} {list(tensor.shape)};"
-                    f" the example was {port.dtype} {list(port.shape)}"
-                )
-        return flat
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else f"{self.plan.latency_s * 1e3:.3g} ms planned"
+        inputs = ", ".join(f"{p.name} {str(p.dtype).removeprefix('torch.')} {list(p.shape)}" for p in self._ports)
+        return f"<LoadedModule {self._name}({inputs}) in {format_bytes(self.plan.memory_bytes)}: {state}>"
 
     def close(self) -> None:
         """Release the memory, after calls in progress have ended. Later calls raise RuntimeError."""
@@ -200,14 +200,22 @@ def load(
     bits where that is exact, or rounded to `weights`: `bfloat16` or `int8`. The process's C library keeps freed memory
     of the activations' size.
 
-    Raises ValueError for a module in training mode, UnsupportedModel with torch's reason if the module cannot be
-    exported, and InfeasibleBudget, which names the least memory, if it does not fit.
+    The result is compared with the module's own on `example`, and on other values of its shapes.
+
+    Raises ValueError for a module in training mode, UnsupportedModel with the reason if the module cannot be exported,
+    or if results differ, and InfeasibleBudget, which names the least memory, if it does not fit.
     """
     with tempfile.TemporaryDirectory(prefix="cohabit-") as folder:
-        exported = _exported(module, example)
         config = _config(Path(folder), memory, store, weights)
-        prepared = _prepared(exported, type(module).__name__, config, searcher, search_seconds)
-        return LoadedModule(exported, config, prepared)
+        flat = _flat(module, example)
+        prepared = _prepared(flat, type(module).__name__, config, searcher, search_seconds)
+        loaded = LoadedModule(flat, config, prepared)
+        try:
+            _require_same_answers(loaded, flat, prepared.model)
+        except BaseException:
+            loaded.close()
+            raise
+        return loaded
 
 
 def plan(
@@ -224,7 +232,7 @@ def plan(
     with tempfile.TemporaryDirectory(prefix="cohabit-") as folder:
         config = _config(Path(folder), memory, store, weights)
         name = type(module).__name__
-        return _prepared(_exported(module, example), name, config, searcher, search_seconds).plan
+        return _prepared(_flat(module, example), name, config, searcher, search_seconds).plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,31 +249,31 @@ def _config(folder: Path, memory: int | str, store: StoreKind, weights: Weights)
     return replace(config, memory=size, threads=torch.get_num_threads(), batch_sizes=(1,))
 
 
-def _exported(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
+def _flat(module: nn.Module, example: Example) -> FlatCall:
     if module.training:
         raise ValueError(f"{type(module).__name__} is in training mode; call .eval() first")
-    inputs: tuple[torch.Tensor, ...] = ()
-    named: dict[str, torch.Tensor] = {}
+    if torch.is_autocast_enabled("cpu"):
+        raise ValueError(
+            f"{type(module).__name__} is loaded inside torch.autocast, which torch.export does not record; load it"
+            " outside, and let its forward enter torch.autocast, or convert it with .to(torch.bfloat16)"
+        )
     if isinstance(example, torch.Tensor):
-        inputs = (example,)
-    elif isinstance(example, Mapping):
-        named = dict(sorted(example.items()))
-    else:
-        inputs = tuple(example)
-    try:
-        with torch.no_grad():
-            return torch.export.export(module, inputs, named)
-    except Exception as error:
-        raise UnsupportedModel(f"{type(module).__name__} cannot be exported: {error}") from error
+        return FlatCall(module, (example,), {})
+    if isinstance(example, Mapping):
+        return FlatCall(module, (), example)
+    return FlatCall(module, tuple(example), {})
 
 
-def _prepared(
-    exported: torch.export.ExportedProgram, name: str, config: ServeConfig, searcher: str, search_seconds: float
-) -> _Prepared:
-    """Lower, profile and plan a module, as `cohabit plan` does."""
+def _prepared(flat: FlatCall, name: str, config: ServeConfig, searcher: str, search_seconds: float) -> _Prepared:
+    """Export, lower, profile and plan a module, as `cohabit plan` does."""
     archive = config.repository / f"{name}.pt2"
-    torch.export.save(exported, archive)
-    with Console(stderr=True).status(f"{name}: preparing") as status, _torch_as_it_was():
+    with Console(stderr=True).status(f"{name}: exporting") as status, _torch_as_it_was():
+        try:
+            with _padding_as_in_eager(flat.module):
+                torch.export.save(exported(flat.module, flat.example), archive)
+        except Exception as error:  # torch's exporter raises any type
+            reason = why_not_exported(error, "Change the module, or load the part of it that can be exported")
+            raise UnsupportedModel(f"{name} cannot be exported: {reason}") from error
         model = lowered_and_measured(
             ModelSource(name, 1, archive), config, lambda _, stage: status.update(f"{name}: {stage}")
         )
@@ -274,20 +282,77 @@ def _prepared(
         graphs, profiles = model.lowered.graphs, model.profiles
         memory = split_budget(graphs, profiles, config.memory.of(model.weight_bytes))
         status.update(f"{name}: planning")
+        if compiles_first():
+            _log.warning(
+                "the planner is compiled before its first plan: once per installation, about half a minute"
+            )
         bucket = min(graphs)
         problem = Problem(graphs[bucket], profiles[bucket], memory)
         found = search(problem, searcher, limit=Limit(seconds=search_seconds))
     return _Prepared(model, ModulePlan(graphs[bucket], profiles[bucket], found))
 
 
+def _require_same_answers(loaded: LoadedModule, flat: FlatCall, model: Model) -> None:
+    """Compare a module with eager PyTorch, on the example and other values of its shapes. Raises UnsupportedModel."""
+    if random_ops(model.lowered) or model.lowered.encoding is not None:
+        return  # nothing to compare; encoded weights were compared with exact ones
+    subject = Subject(flat.module, (), lambda rows, seed: flat.example)
+    names = [flat.output_name(index) for index in range(len(model.lowered.outputs))]
+    comparison = EagerComparison(subject, loaded.run, names)
+    with _torch_as_it_was():
+        try:
+            comparison.largest_error(flat.example, "for the example")
+            with suppress(RuntimeError, ValueError, IndexError):  # the module may refuse these values
+                comparison.largest_error(varied(flat.example), "for random values of the example's shapes")
+        except Different as different:
+            raise UnsupportedModel(
+                f"{model.source.name}: {different}; what torch.export records is not what the module does. Load"
+                " the part of it that can be exported"
+            ) from different
+
+
+@contextmanager
+def _padding_as_in_eager(module: nn.Module) -> Iterator[None]:
+    """Export the outputs of padded positions that eager PyTorch's encoders return.
+
+    If padding comes last in each row, eager PyTorch computes an nn.TransformerEncoder without its padded positions, and
+    fills them with zeros after the last layer. torch.export leaves that path out.
+    """
+    handles = [
+        encoder.layers[-1].register_forward_hook(_zero_padding, with_kwargs=True)
+        for encoder in module.modules()
+        if isinstance(encoder, nn.TransformerEncoder)
+        if encoder.use_nested_tensor and torch.backends.mha.get_fastpath_enabled()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _zero_padding(layer: nn.Module, args: Any, kwargs: Mapping[str, Any], output: torch.Tensor) -> torch.Tensor:
+    """Hook of an encoder's last layer, whose padding mask is not zero where a position is padded."""
+    mask = kwargs.get("src_key_padding_mask")
+    if mask is None or kwargs.get("src_mask") is not None or output.dim() != 3:
+        return output
+    padded = mask != 0
+    comes_last = (padded[:, 1:] | ~padded[:, :-1]).all()
+    return output.masked_fill((padded & comes_last)[..., None], 0.0)
+
+
 @contextmanager
 def _torch_as_it_was() -> Iterator[None]:
-    """Restore torch's global settings after the block: a device changes them, and the caller may rely on them."""
+    """Restore torch's global settings after the block: a device changes them, and the caller may rely on them.
+
+    Inside, autocast is off: programs have the types of the export.
+    """
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        yield
+        with torch.autocast("cpu", enabled=False):
+            yield
     finally:
         torch.set_num_threads(threads)
         torch._C._set_deterministic_algorithms(deterministic, warn_only=warn_only)

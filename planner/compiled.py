@@ -56,10 +56,17 @@ def _plain(result: Any) -> Any:
 
 @cache
 def _is_interpreted() -> bool:
-    if INTERPRET not in os.environ:
-        return False
+    return INTERPRET in os.environ and not _is_cached()
+
+
+def compiles_first() -> bool:
+    """Whether the first plan compiles loops, which takes half a minute."""
+    return not _is_interpreted() and not _is_cached()
+
+
+def _is_cached() -> bool:
     folder = cache_folder()
-    return folder is None or not any(folder.rglob("*.nbi"))
+    return folder is not None and any(folder.rglob("*.nbi"))
 
 
 @cache

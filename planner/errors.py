@@ -59,16 +59,23 @@ class InfeasibleBudget(CohabitError):
         bucket: object | None = None,
     ) -> None:
         what = f"op {op} needs" if op is not None else "holding all parameters at once needs"
-        at = "" if bucket is None else f" at batch {bucket}"
+        at = "" if bucket is None else f" at batch {bucket_words(bucket)}"
+        way_out = "raise the memory" if str(bucket) == "1" else "raise the memory or lower the batch"
         enough = f", which is enough for all {models} models" if models > 1 else ""
         super().__init__(
             f"{model}: {what} a budget of {format_bytes(least_bytes)}"
             f" ({least_bytes} bytes){at}{enough}, the budget is {format_bytes(budget_bytes)}"
-            f" ({budget_bytes} bytes); raise the memory or lower the batch"
+            f" ({budget_bytes} bytes); {way_out}"
         )
         self.model = model
         self.op = op
         self.least_bytes = least_bytes
+
+
+def bucket_words(bucket: object) -> str:
+    """Return a bucket as text: `8`, or `8 with dynamic sizes 64, 1024` for `8x64x1024`."""
+    batch, *sizes = str(bucket).split("x")
+    return f"{batch} with dynamic sizes {', '.join(sizes)}" if sizes else batch
 
 
 class UnsupportedProblem(CohabitError):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+from msgspec import structs
 
 import cohabit.planner.plan
 from cohabit.planner import cache_file
@@ -21,6 +22,7 @@ from cohabit.planner.plan import Placement, Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
+from cohabit.planner.sizing.shares import Curve
 
 T = TypeVar("T")
 _DIVISION_VERSION = 5
@@ -34,6 +36,14 @@ class _DivisionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     division: Division
 
 
+class _LaddersRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Ladders of a model by workspace size, and the fingerprint of the model and the searcher."""
+
+    problem: str
+    ladders: dict[int, Curve]
+
+
+_ladders_decoder = msgspec.json.Decoder(_LaddersRecord)
 _division_decoder = msgspec.json.Decoder(_DivisionRecord)
 
 logger = logging.getLogger(__name__)
@@ -73,6 +83,29 @@ class Library:
             self.store(problem, searcher, plans[bucket])
             residents = plans[bucket].residents
 
+    def ladders(self, model: ModelDemand, searcher: str) -> dict[int, Curve]:
+        """Return the model's complete ladders by workspace size: latency of the smallest bucket by partition size."""
+        key = _ladders_key(model, searcher)
+        return self._read(self._ladders_path(key), lambda raw: _usable_ladders(raw, key)) or {}
+
+    def store_ladder(self, model: ModelDemand, searcher: str, workspace_bytes: int, ladder: Curve) -> None:
+        """Add a ladder. Its plans must be stored."""
+        key, ladders = _ladders_key(model, searcher), self.ladders(model, searcher)
+        record = _LaddersRecord(key, ladders | {workspace_bytes: ladder})
+        self._store(self._ladders_path(key), msgspec.json.encode(record))
+
+    def plans_of_rung(self, model: ModelDemand, memory: Memory, searcher: str) -> dict[Bucket, Plan] | None:
+        """Return plans for the largest rung within this memory, as plans for this memory; None without a ladder.
+
+        A plan for less memory is a plan for more. Its bound is then the resident latency.
+        """
+        ladder = self.ladders(model, searcher).get(memory.workspace_bytes, ())
+        for point in reversed(ladder):
+            if point.partition_bytes <= memory.partition_bytes:
+                found = self.plans(model, structs.replace(memory, partition_bytes=point.partition_bytes), searcher)
+                return None if found is None else {b: _enlarged(plan, memory) for b, plan in found.items()}
+        return None
+
     def division(
         self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int
     ) -> Division | None:
@@ -92,6 +125,9 @@ class Library:
 
     def _division_path(self, key: str) -> Path:
         return self.root / "plans" / f"{key}.division.json"
+
+    def _ladders_path(self, key: str) -> Path:
+        return self.root / "plans" / f"{key}.ladders.json"
 
     def _read(self, path: Path, decode: Callable[[bytes], T]) -> T | None:
         try:
@@ -116,6 +152,25 @@ def _division_key(models: Sequence[ModelDemand], memory_bytes: int, layout: Layo
     profiles = [[profile.fingerprint for _, profile in sorted(model.profiles.items())] for model in models]
     rates = [(model.rate_per_s, model.splits_batches) for model in models]
     return fingerprint((_DIVISION_VERSION, graphs, profiles, rates, memory_bytes, layout, lanes))
+
+
+def _ladders_key(model: ModelDemand, searcher: str) -> str:
+    bucket = min(model.graphs)
+    graph, profile = model.graphs[bucket], model.profiles[bucket]
+    return fingerprint((cohabit.planner.plan.FORMAT_VERSION, searcher, graph.fingerprint, profile.fingerprint))
+
+
+def _usable_ladders(raw: bytes, key: str) -> dict[int, Curve]:
+    record = _ladders_decoder.decode(raw)
+    if record.problem != key:
+        raise FormatError(f"ladders are of {record.problem[:12]}, not of {key[:12]}")
+    return record.ladders
+
+
+def _enlarged(plan: Plan, memory: Memory) -> Plan:
+    assert plan.provenance is not None
+    provenance = structs.replace(plan.provenance, bound_s=plan.provenance.resident_s)
+    return structs.replace(plan, memory=memory, provenance=provenance)
 
 
 def _usable_division(raw: bytes, key: str) -> Division:

@@ -8,7 +8,7 @@ from typing import Final
 from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import Memory
-from cohabit.planner.plan import Objective, Placement
+from cohabit.planner.plan import Objective, Placement, Plan
 from cohabit.planner.profile import Profile
 
 TIE: Final = 1.001
@@ -27,6 +27,8 @@ class Problem:
     objective: Objective = "latency"
     """The time to minimise: the latency of one inference, or the period of steps run back to back, as in training.
     Planning for the period requires a single budget."""
+    neighbours: tuple[Plan, ...] = ()
+    """Plans of this graph for other memory sizes, from which a search may start. Not part of the problem's identity."""
 
     @property
     def key(self) -> tuple[str, str, Memory, tuple[Placement, ...] | None, Objective]:

@@ -19,7 +19,6 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, PinnedUse, StoreKind
 from cohabit.runtime.recording import OnRecording
-from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 OnProgress = Callable[[str], None]
 P = TypeVar("P", bound=Program)
@@ -127,13 +126,6 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         """Wait until the swap-in lane is idle."""
         ...
 
-    def finish(self, program: P_contra) -> None:
-        """Wait for the copies of a program's last run, so that its state can be read. Raises DeviceError.
-
-        State on a device with separate memory is copied to its host buffers.
-        """
-        ...
-
 
 class DeviceBackend(Protocol[P]):
     """One device. Its memory, stores and programs only work with each other."""
@@ -202,20 +194,24 @@ class DeviceBackend(Protocol[P]):
         """
         ...
 
-    def relocatable(
-        self,
-        lowered: Lowered,
-        plan: Plan,
-        profile: Profile | None,
-        arena: DeviceArena[Any],
-        store: HostStore[Any],
-    ) -> RelocatableModel:
-        """Check a plan that keeps every parameter, and draft it for changing addresses. Raises as `build`."""
-        ...
-
     def close(self) -> None: ...
 
 
 Runner = ProgramRunner[Any]
 Executor = ProgramExecutor[Any]
 Backend = DeviceBackend[Any]
+
+
+class SharedLayout(ProgramRunner[Any], Protocol):
+    """Runs programs of models that share one region of the arena, instead of a partition each."""
+
+    def add(self, lowered: Lowered, plan: Plan, profile: Profile | None, store: HostStore[Any]) -> Program:
+        """Prepare a plan that keeps every parameter, and return the program to run.
+
+        Raises MemoryExceeded if it can never run here, and the errors of `Backend.build`.
+        """
+        ...
+
+
+OpenLayout = Callable[[Backend, DeviceArena[Any], int, int], SharedLayout]
+"""Opens a layout in an arena: called with the bytes of the workspace at its start and of the region after it."""

@@ -1,33 +1,67 @@
-"""Opens a device by its name: `cpu`, `cuda`, or `cuda:1`."""
+"""Opens a device by its name: `cpu`, `cuda`, or `cuda:1`. The part before the colon is the device's kind."""
 
+from dataclasses import dataclass
+
+from cohabit.planner.parts import Part, PartRegistry
 from cohabit.runtime.backend import Backend
-from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.errors import DeviceError
 
 
-def open_device(
-    name: str,
-    link_bandwidth_bytes_per_s: float | None = None,
-    *,
-    verify_reads: bool = False,
-    lost_on_change: bool = True,
-    host_memory_bytes: int | None = None,
-) -> Backend:
-    """Open a device. Raises DeviceError if there is none of this name.
+@dataclass(frozen=True, slots=True)
+class DeviceOptions:
+    """How a device is opened; not every option concerns every device."""
 
-    `link_bandwidth_bytes_per_s` is for the CPU only. `verify_reads` compares reads from weights files with checksums.
-    `lost_on_change`, also for the CPU only, treats a changed weights file as the loss of the device.
-    `host_memory_bytes` is the RAM that this process may use, by default the machine's: CUDA pins a part of it.
-    """
-    kind, _, index = name.partition(":")
-    if name == "cpu":
-        return CpuBackend(link_bandwidth_bytes_per_s, verify_reads=verify_reads, lost_on_change=lost_on_change)
-    if kind != "cuda" or (index and not index.isdecimal()):
-        raise DeviceError(f"there is no device '{name}': devices are cpu, cuda, and cuda:N")
-    if link_bandwidth_bytes_per_s is not None:
+    link_bandwidth_bytes_per_s: float | None = None
+    """Limit of the bandwidth of copies, to emulate another link; for the CPU only."""
+    verify_reads: bool = False
+    """Whether to compare reads from weights files with checksums."""
+    lost_on_change: bool = True
+    """Whether a changed weights file counts as the loss of the device; for the CPU only."""
+    host_memory_bytes: int | None = None
+    """The RAM that this process may use, by default the machine's: CUDA pins a part of it."""
+
+
+DEVICES = PartRegistry(
+    "cohabit.devices",
+    {"cpu": Part("cohabit.runtime.devices:open_cpu"), "cuda": Part("cohabit.runtime.devices:open_cuda")},
+)
+"""By kind. Each is called with the device's whole name and its options, and returns a Backend or raises DeviceError."""
+
+
+def open_device(name: str, options: DeviceOptions | None = None) -> Backend:
+    """Open a device. Raises DeviceError if there is none of this name."""
+    kind = name.partition(":")[0]
+    if kind not in DEVICES:
+        raise _unknown(name)
+    backend: Backend = DEVICES[kind](name, options or DeviceOptions())
+    return backend
+
+
+def open_cpu(name: str, options: DeviceOptions) -> Backend:
+    from cohabit.runtime.cpu.backend import CpuBackend
+
+    if name != "cpu":
+        raise _unknown(name)
+    return CpuBackend(
+        options.link_bandwidth_bytes_per_s,
+        verify_reads=options.verify_reads,
+        lost_on_change=options.lost_on_change,
+    )
+
+
+def open_cuda(name: str, options: DeviceOptions) -> Backend:
+    index = name.partition(":")[2]
+    if name.endswith(":") or (index and not index.isdecimal()):
+        raise _unknown(name)
+    if options.link_bandwidth_bytes_per_s is not None:
         raise DeviceError(f"the link of {name} is as fast as it is; --link-bandwidth is for the CPU")
     from cohabit.runtime.cuda.backend import CudaBackend, default_limit_bytes
     from cohabit.runtime.cuda.driver import CudaDriver
 
-    limit_bytes = default_limit_bytes(host_memory_bytes)
-    return CudaBackend(CudaDriver.open(int(index or 0)), limit_bytes, verify_reads=verify_reads)
+    limit_bytes = default_limit_bytes(options.host_memory_bytes)
+    return CudaBackend(CudaDriver.open(int(index or 0)), limit_bytes, verify_reads=options.verify_reads)
+
+
+def _unknown(name: str) -> DeviceError:
+    others = [kind for kind in DEVICES if kind not in ("cpu", "cuda")]
+    return DeviceError(f"there is no device '{name}': devices are {', '.join(('cpu', *others))}, cuda, and cuda:N")

@@ -36,10 +36,6 @@ class DeviceArena(Protocol[Destination_co]):
         """Return a dense tensor over the arena's bytes. Raises MemoryExceeded outside of the arena."""
         ...
 
-    def over(self, flat: torch.Tensor) -> Destination_co:
-        """Return the bytes of a flat tensor elsewhere on the device, as the target of copies while it exists."""
-        ...
-
     def close(self) -> None: ...
 
 
@@ -92,10 +88,6 @@ class HostStore(Protocol[Destination_contra]):
 
     def link_bytes(self, segment: int) -> int:
         """Return the number of bytes that cross the link when a segment is copied."""
-        ...
-
-    def pinned(self, segment: int) -> torch.Tensor | None:
-        """Return a segment in pinned memory, for copies that the device issues; None if `copy` makes the copies."""
         ...
 
     def table(self, name: str) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from cohabit.planner.errors import format_bytes
+from cohabit.planner.errors import bucket_words, format_bytes
 
 WORTH = 0.9
 """What takes more than this share of what larger batches take saves too little to be named."""
@@ -20,12 +20,12 @@ class Activations(NamedTuple):
 
 
 def workspace_words(found: Iterable[Activations]) -> str:
-    """Say whose activations take most, and how much less smaller batch sizes would take; empty without any."""
+    """Say whose activations take most, and how much less smaller batches and sizes would take; empty without any."""
     every = sorted(found, key=lambda one: one.nbytes)
     if not every:
         return ""
     most = every[-1]
-    words = f"{format_bytes(most.nbytes)} for activations of {most.model} at batch {most.bucket}"
+    words = f"{format_bytes(most.nbytes)} for activations of {most.model} at batch {bucket_words(most.bucket)}"
     batches = sorted({one.batch for one in every})
     less: list[str] = []
     last_bytes = most.nbytes
@@ -34,7 +34,11 @@ def workspace_words(found: Iterable[Activations]) -> str:
         if nbytes < WORTH * last_bytes:
             less.append(f"{format_bytes(nbytes)} with --batch-sizes {','.join(map(str, batches[:count]))}")
             last_bytes = nbytes
-    return f"{words}; {', '.join(less)}" if less else words
+    if less:
+        words += f"; {', '.join(less)} (for one model: max_batch_size of its config.pbtxt)"
+    if "x" in most.bucket:
+        words += "; less with smaller dynamic sizes (import with --max-sequence-length, or --shape-buckets)"
+    return words
 
 
 def _most_bytes(found: Sequence[Activations], most_batch: int) -> int:

@@ -6,28 +6,22 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from importlib import import_module
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
 
 from cohabit.planner.errors import CohabitError
+from cohabit.planner.parts import Part, PartRegistry
 from cohabit.server.commands import EXIT_FAILED, EXIT_INTERRUPTED, exit_status
 from cohabit.server.errors import did_you_mean
 
-COMMANDS = {
+_CORE = {
     "serve": "serve a model repository to KServe v2 and Triton clients",
-    "scale": "serve a repository with several engines, on one or more machines, which Ray Serve places",
-    "import": "make a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint",
     "check": "say whether a model can be served, in how much memory, and why not",
     "plan": "plan how a model runs in some memory, and write the plans to files",
-    "fit": "say which models fit into how much memory, and how long clients would wait",
     "export-bundle": "prepare a repository for one memory size, to be served on another machine",
     "show": "check a plan and draw it in the terminal or as an HTML page",
-    "compare-plans": "compare the searchers on one model, batch size and memory size",
-    "train": "train the model of a script in less memory than its step needs",
-    "tile": "choose how the arrays of a NumPy program are tiled over workers, and run it",
     "profile": "measure a model's ops on a device, and the device's link",
     "cache": "list and remove what the cache has of each model, or have a model measured again",
     "models": "list the models of a running server and why some are not served",
@@ -36,7 +30,11 @@ COMMANDS = {
     "stats": "print request statistics of a running server's models",
     "completion": "print a script with which a shell completes commands and flags",
 }
-_MODULES = {"import": "import_model"}  # `import` is a keyword
+COMMANDS = PartRegistry(
+    "cohabit.commands",
+    {name: Part(f"cohabit.server.commands.{name.replace('-', '_')}", about) for name, about in _CORE.items()},
+)
+"""Modules with `add_flags(parser)` and `run(options, out, errors)`."""
 _WIDE = 150
 """Columns of output that is not a terminal."""
 
@@ -56,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    options = _parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else argv
+    options = _parser(COMMANDS.own if given and given[0] in COMMANDS.own else COMMANDS.all).parse_args(given)
     errors = Console(file=sys.stderr, highlight=False, emoji=False)
     try:
         return int(options.run(options, _stdout(), errors))
@@ -80,22 +79,21 @@ def _stdout() -> Console:
     return Console(highlight=False, markup=False, emoji=False, width=None if terminal else _WIDE)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(known: Mapping[str, Part]) -> argparse.ArgumentParser:
     parser = _SuggestingParser(
         prog="cohabit", description="Serve many models from one device whose memory cannot hold them all."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_CommandParser)
-    for name, summary in COMMANDS.items():
-        module = _MODULES.get(name, name.replace("-", "_"))
-        commands.add_parser(name, help=summary, module=module, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, part in known.items():
+        commands.add_parser(name, help=part.about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.set_defaults(whole_parser=_whole_parser)
     return parser
 
 
 def _whole_parser() -> argparse.ArgumentParser:
     """Return the parser with the flags of every command. Imports all their modules."""
-    parser = _parser()
+    parser = _parser(COMMANDS.all)
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     for command in commands.choices.values():
         command.declare_flags()
@@ -138,15 +136,11 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 class _CommandParser(_SuggestingParser):
     """The parser of one command. The command's module is imported, and declares the flags, only when it is given."""
 
-    def __init__(self, *args: Any, module: str, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._module = module
-
     def add_subparsers(self, **options: Any) -> Any:
         return super().add_subparsers(**{"parser_class": _SuggestingParser, **options})
 
     def declare_flags(self) -> None:
-        command = import_module(f"cohabit.server.commands.{self._module}")
+        command = COMMANDS[self.prog.rpartition(" ")[2]]
         command.add_flags(self)
         self.set_defaults(run=command.run)
 

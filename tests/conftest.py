@@ -14,6 +14,17 @@ from cohabit.server import log
 from cohabit.server.observe.settings import LogSettings
 from tests.support.runtime import models
 
+FOLDERS_OF_PROCESSES = ("e2e", "hostile", "transport")
+"""Folders whose tests start servers. In the others, files with such tests are marked `process`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folders = [Path(__file__).parent / name for name in FOLDERS_OF_PROCESSES]
+    for item in items:
+        if any(item.path.is_relative_to(folder) for folder in folders):
+            item.add_marker(pytest.mark.process)
+
 
 def pytest_collection_finish() -> None:
     """Let no later garbage collection visit what the imports of all tests have made: a second's work each time."""

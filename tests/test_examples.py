@@ -23,6 +23,8 @@ from examples.sentences import embed, table
 from examples.serve_module import Scorer
 from tests.support.server.fake_kserve import serving_app
 
+pytestmark = pytest.mark.process
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PAGE_LINES = 66
 PORTS = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")

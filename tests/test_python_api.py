@@ -5,14 +5,15 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from tritonclient.http import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
@@ -23,6 +24,8 @@ from cohabit.module import Example
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.serving import _converted
+
+pytestmark = pytest.mark.process
 
 WIDTH = 256
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "plan.ipynb"
@@ -111,6 +114,161 @@ def test_memory_holds_less_than_all_weights(loaded: cohabit.LoadedModule, module
     assert sum(loaded.plan.graph.tensors[p.tensor].nbytes for p in loaded.plan.plan.residents) < weights
 
 
+class Applied(nn.Module):
+    """Calls a function of a layer and the inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.function = function
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(self.layer, *inputs, **named)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor | None
+
+
+VALUES = torch.randn(4, 16, generator=torch.Generator().manual_seed(0))
+STRUCTURES: dict[str, tuple[Callable[..., Any], Example]] = {
+    "numbers, flags, text and None among outputs": (
+        lambda f, x: {"y": f(x), "rows": x.shape[0], "more": [None, True, 0.5, "text", (x * 2, None)]},
+        VALUES,
+    ),
+    "an input is returned, twice": (lambda f, x: (x, f(x), x), VALUES),
+    "named tuples of the user and of torch": (lambda f, x: Pair(f(x).max(1), None), VALUES),
+    "numbers and flags among inputs": (lambda f, x, k, on: f(x) * k if on else x, (VALUES, 3, True)),
+    "None in a structure of inputs, by name": (
+        lambda f, x, past: f(x) + (past["b"][1] if past["a"] is None else 0),
+        {"x": VALUES, "past": {"b": [None, VALUES * 2], "a": None}},
+    ),
+    "one tensor in two places": (lambda f, x, own: f(x) - own[0] * 2, (VALUES, [VALUES])),
+    "a named tuple as input": (lambda f, pair: f(pair.first), (Pair(VALUES, None),)),
+    "complex numbers": (lambda f, x: torch.fft.rfft(f(x)), VALUES),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_structures_and_values_of_inputs_and_outputs_are_the_modules_own(name: str) -> None:
+    function, example = STRUCTURES[name]
+    module = Applied(function).eval()
+    in_order, by_name = ((), example) if isinstance(example, dict) else (example, {})
+    in_order = (in_order,) if isinstance(in_order, torch.Tensor) else in_order
+
+    def other(value: Any) -> Any:
+        return torch.randn(value.shape) if isinstance(value, torch.Tensor) else value
+
+    with quick(module, example, "1MiB") as loaded, torch.no_grad():
+        in_order, by_name = pytree.tree_map(other, (in_order, by_name))
+        found, expected = loaded(*in_order, **by_name), module(*in_order, **by_name)
+    assert pytree.tree_structure(found) == pytree.tree_structure(expected)
+    for own, eager in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True):
+        assert type(own) is type(eager)
+        if isinstance(eager, torch.Tensor):
+            torch.testing.assert_close(own, eager)
+        else:
+            assert own == eager
+
+
+def test_other_constants_and_structures_than_the_examples_are_refused() -> None:
+    module = Applied(lambda f, x, scale, past: f(x) * scale).eval()
+    with quick(module, (VALUES, 3, [None, VALUES]), "1MiB") as loaded:
+        loaded(VALUES, 3, (None, VALUES))
+        for scale in (4, 3.0, True, VALUES):
+            with pytest.raises(ValueError, match=r"args_1 is .*; the example was 3, which is a constant"):
+                loaded(VALUES, scale, [None, VALUES])
+        with pytest.raises(ValueError, match="args_2_1 is None; the example was a tensor"):
+            loaded(VALUES, 3, [None, None])
+        with pytest.raises(TypeError, match=r"more: \[2\]\[2\]"):
+            loaded(VALUES, 3, [None, VALUES, VALUES])
+        assert repr(loaded).startswith(
+            "<LoadedModule Applied(args_0 float32 [4, 16], args_2_1 float32 [4, 16]) in 1."
+        )
+
+
+@pytest.mark.parametrize(
+    ("function", "example", "reason"),
+    [
+        (lambda f, x: x.sum().item(), VALUES, r"output is a number that is read from a tensor \(.item\(\)\)"),
+        (lambda f, x: 3, VALUES, "it returns no tensor"),
+        (lambda f, x: (f(x), f), VALUES, r"output\[1\] is a torch.nn.modules.linear.Linear"),
+        (lambda f, x, y: f(x), (VALUES, np.ones(3)), "input args_1 is a numpy.ndarray"),
+        (lambda f, x, y: f(x), (VALUES, VALUES.to_sparse()), "input args_1 is a torch.sparse_coo tensor"),
+        (lambda f, k: f.weight * k, (3,), "its example has no tensor"),
+        (lambda f, x: f(x) if x.sum() > 0 else x, VALUES, "depends on values, in .*test_python_api.py, line"),
+    ],
+)
+def test_calls_that_no_program_has_are_refused_in_one_line(
+    function: Callable[..., Any], example: Example, reason: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        cohabit.plan(Applied(function).eval(), example, "1MiB")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+class Padded(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, **options)
+        self.encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(32))
+
+    def forward(self, x: torch.Tensor, padded: torch.Tensor) -> torch.Tensor:
+        return self.encoder(x, src_key_padding_mask=padded)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:enable_nested_tensor is True")
+@pytest.mark.parametrize("options", [{}, {"activation": "gelu"}, {"norm_first": True}])
+def test_padded_positions_of_an_encoder_are_those_of_eager_pytorch(options: dict[str, Any]) -> None:
+    """Its fast path, which torch.export leaves out, fills them with zeros if padding comes last in all rows."""
+    torch.manual_seed(0)
+    module, x = Padded(**options).eval(), torch.randn(3, 12, 32)
+    last = torch.arange(12) >= torch.tensor([[12], [3], [7]])
+    with quick(module, (x, torch.zeros_like(last)), "1MiB") as loaded, torch.no_grad():
+        for padded in (last, last.flip(1), torch.rand(3, 12) < 0.3, torch.zeros_like(last)):
+            torch.testing.assert_close(loaded(x, padded), module(x, padded), rtol=1e-4, atol=1e-5)
+
+
+class Unlike(nn.Module):
+    """Computes something else while it is exported."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.compiler.is_compiling() else torch.where(x > 5, x * 3, x * 2)
+
+
+def test_a_program_that_is_not_the_module_is_refused() -> None:
+    for example in (torch.full((8,), 6.0), torch.tensor([1.0, 9.0])):
+        with pytest.raises(UnsupportedModel, match=r"output differs from eager PyTorch's by 0\.\d+ of its largest"):
+            quick(Unlike().eval(), example, "1MiB")
+
+
+class InBfloat16(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.softmax(self.layer(x), -1)
+
+
+def test_autocast_of_the_caller_changes_nothing_and_that_of_the_module_is_kept() -> None:
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LSTM(WIDTH, 8, batch_first=True)).eval()
+    x = torch.randn(2, 3, WIDTH)
+    with quick(layers, x, "1MiB") as loaded:
+        outside = loaded(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(loaded(x), outside, rtol=0, atol=0)
+            assert torch.is_autocast_enabled("cpu")
+            with pytest.raises(ValueError, match="Sequential is loaded inside torch"):
+                quick(layers, x, "1MiB")
+    own = InBfloat16().eval()
+    with quick(own, x, "1MiB") as loaded, torch.no_grad():
+        torch.testing.assert_close(loaded(x), own(x), rtol=1e-2, atol=1e-3)
+
+
 def test_threads_may_call_at_once(loaded: cohabit.LoadedModule, module: nn.Module) -> None:
     inputs = [torch.randn(4, WIDTH) for _ in range(4)]
     answers: dict[int, dict[str, torch.Tensor]] = {}
@@ -197,7 +355,7 @@ def test_a_plan_is_drawn_in_notebooks_and_terminals(
     assert plan._repr_html_().startswith("<iframe")
     assert "TwoInputs" in plan.to_html()
     plan.show()
-    assert "TwoInputs, batch 1, in" in capsys.readouterr().out
+    assert "TwoInputs, batch 4, in" in capsys.readouterr().out
     assert plan.latency_s >= plan.bound_s > 0
     assert plan.gap == pytest.approx(plan.latency_s / plan.bound_s - 1)
     assert repr(plan).startswith("<ModulePlan TwoInputs in 0.9 MiB: ")

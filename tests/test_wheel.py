@@ -18,6 +18,8 @@ from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
 from tests.support.runtime import models
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parent.parent
 CLASHING = ("cohabit", "server", "planner", "runtime", "loadgen", "tests", "numpy", "torch", "logging", "models")
 START_S = 120.0

@@ -7,10 +7,10 @@ from typing import Final, Literal
 import numpy as np
 
 from cohabit.planner.arrays import Floats, Ints
+from cohabit.planner.genetic.schedules import random_schedule
 from cohabit.planner.papers.swapadvisor.allocations import AllocationSpace
 from cohabit.planner.papers.swapadvisor.evolution import fastest
-from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
-from cohabit.planner.papers.swapadvisor.schedules import random_schedule
+from cohabit.planner.papers.swapadvisor.searcher import Chromosome, SwapAdvisor
 from cohabit.planner.problem import Problem
 
 Start = Literal["seeded", "random"]
@@ -56,13 +56,15 @@ class UnrestrictedSpace(AllocationSpace):
         return compact(np.where(hit, rng.integers(1, len(classes) + 1, len(classes)), classes))
 
 
-class AblatedGenetic(Genetic):
+class AblatedGenetic(SwapAdvisor):
     """The genetic search in one of its ways, from a first generation of either kind."""
 
     def __init__(self, problem: Problem, seed: int, population: int, way: Way, start: Start = "seeded") -> None:
         super().__init__(problem, seed, population=population)
         self._way, self._start = way, start
         self._best_s = np.inf
+        if not (way.schedules and way.allocations):
+            self._share_of_orders = float(way.schedules)
         if not way.restricted:
             self._space = UnrestrictedSpace(self._space.sizes, self._space.memory_bytes)
         self._own_order = np.arange(len(problem.graph.ops))

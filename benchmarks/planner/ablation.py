@@ -27,11 +27,11 @@ from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, training_graph
 from benchmarks.record import markdown_table, parser_of, record, results_folder
+from cohabit.planner.genetic.schedules import precedence, random_schedule
 from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.swapadvisor.allocations import AllocationSpace
-from cohabit.planner.papers.swapadvisor.genetic import Chromosome, Genetic
 from cohabit.planner.papers.swapadvisor.pools import uses_of
-from cohabit.planner.papers.swapadvisor.schedules import precedence, random_schedule
+from cohabit.planner.papers.swapadvisor.searcher import Chromosome, SwapAdvisor
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.warm import warm
@@ -125,9 +125,9 @@ def by_chance(problem: Problem, count: int, seed: int = 0) -> Chance:
     fixed, own = space.random(space.leanest, rng), np.arange(len(problem.graph.ops))
     schedules = [Chromosome(random_schedule(rule, rng), fixed) for _ in range(count)]
     allocations = [Chromosome(own, space.random(space.random_classes(rng), rng)) for _ in range(count)]
-    genetic = Genetic(problem, seed)
+    genetic = SwapAdvisor(problem, seed)
     drawn = [[genetic.evaluate(m, 0.0).latency_s for m in members] for members in (schedules, allocations)]
-    provenance = search(problem, "genetic", seed=seed).provenance
+    provenance = search(problem, "swapadvisor", seed=seed).provenance
     assert provenance is not None
     return Chance(drawn[0], drawn[1], provenance.latency_s, provenance.evaluations, provenance.resident_s)
 

@@ -121,8 +121,8 @@ def cell(memory_mb: int, batch: int, seconds: float, flat: bool, cache: Path | N
 
 
 def by_both(problem: Problem, limit: Limit) -> list[Plan | InfeasibleBudget]:
-    """Return the plans of `genetic` and `best`."""
-    return [_planned(lambda: search(problem, name, limit=limit)) for name in ("genetic", "best")]  # noqa: B023
+    """Return the plans of `swapadvisor` and `best`."""
+    return [_planned(lambda: search(problem, name, limit=limit)) for name in ("swapadvisor", "best")]  # noqa: B023
 
 
 def with_conv_scratch(graph: Graph) -> Graph:

@@ -30,7 +30,7 @@ from cohabit.planner.search.registry import SEARCHERS
 from cohabit.planner.warm import warm
 
 GB = 10**9
-SEARCHED = tuple(name for name in SEARCHERS if name not in ("streaming", "offloading"))
+SEARCHED = tuple(name for name in SEARCHERS if name not in ("genetic", "offloading"))
 NETWORKS = (
     "wresnet152_4",
     "inception_4",

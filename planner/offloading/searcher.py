@@ -2,7 +2,7 @@
 
 The workspace is divided again between activations and parameters in flight. For each size of the activations' pool,
 `planner.offloading.pool` chooses the activations to offload. Parameters stream past the pool as in
-`planner.streaming.searcher`, as if they had the link to themselves. Complete plans are then simulated."""
+`planner.genetic.searcher`, as if they had the link to themselves. Complete plans are then simulated."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -12,15 +12,15 @@ from itertools import accumulate
 from typing import Final
 
 from cohabit.planner.arrays import Ints
+from cohabit.planner.genetic.chromosome import ServedChromosome
+from cohabit.planner.genetic.searcher import Genetic
 from cohabit.planner.layout.feasible import Footprint, page_aligned
 from cohabit.planner.offloading.pool import RANKS, ActivationPool, ActivationPools
 from cohabit.planner.problem import TIE, UNFIT, Cost, Problem
 from cohabit.planner.schedule.table import COMPUTE, NOTHING, SWAP_IN, Row, Schedule, scheduled
 from cohabit.planner.search.searcher import Searcher
-from cohabit.planner.streaming import searcher as streaming
 from cohabit.planner.streaming.emit import ParameterRows
 from cohabit.planner.streaming.op_orders import OpOrders, require_served
-from cohabit.planner.streaming.searcher import Streaming
 from cohabit.planner.streaming.stream import Swaps
 from cohabit.planner.streaming.workload import Workload
 
@@ -38,7 +38,7 @@ class OffloadingCandidate:
 
     size: int
     rank: int
-    parameters: streaming.StreamingCandidate
+    parameters: ServedChromosome
     strictly: bool
 
 
@@ -64,8 +64,8 @@ class Offloading(Searcher[OffloadingCandidate]):
         self._pools = ActivationPools(graph, problem.profile)
         self._sizes = self._pool_sizes()
         self._pool = cache(lambda size, rank: self._pools.within(self._sizes[size], RANKS[rank]))
-        self._past = cache(lambda size: Streaming(problem, seed, OpOrders(problem, self._sizes[size])))
-        """Streaming search past a pool of the given size."""
+        self._past = cache(lambda size: Genetic(problem, seed, OpOrders(problem, self._sizes[size])))
+        """Genetic search past a pool of the given size."""
         self._variants = cache(self._find_variants)
         self._evaluated: list[tuple[float, OffloadingCandidate]] = []
         self._steps = self._search()
@@ -120,10 +120,10 @@ class Offloading(Searcher[OffloadingCandidate]):
         most = min(spare, max(Footprint.of(graph).activation_bytes - least, 0))
         return list(dict.fromkeys(least + page_aligned(int(share * most)) for share in SIZES if most or not share))
 
-    def _find_variants(self, size: int) -> list[streaming.StreamingCandidate]:
+    def _find_variants(self, size: int) -> list[ServedChromosome]:
         """Return the best ways to stream past a pool, assuming that parameters have the link to themselves."""
         searcher, spent = self._past(size), 0
-        evaluated: list[tuple[float, streaming.StreamingCandidate]] = []
+        evaluated: list[tuple[float, ServedChromosome]] = []
         while spent < searcher.evaluations and (candidates := searcher.ask()):
             costs = [searcher.evaluate(c, 0.0) for c in candidates]
             searcher.tell(candidates, costs)

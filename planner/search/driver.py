@@ -14,7 +14,6 @@ from cohabit.planner.errors import FingerprintMismatch
 from cohabit.planner.plan import Plan, Provenance
 from cohabit.planner.problem import TIE, Cost, Limit, Problem
 from cohabit.planner.schedule.simulate import simulate
-from cohabit.planner.search.portfolio import Best
 from cohabit.planner.search.registry import make
 
 Progress = Callable[[int, float, float], None]
@@ -31,6 +30,7 @@ def search(
     workers: int = 1,
     on_progress: Progress | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
+    pause: Callable[[], None] = lambda: None,
 ) -> Plan:
     """Find the plan with the least latency. Ties (within TIE) go to the least period, then to the fewest link bytes.
 
@@ -38,7 +38,7 @@ def search(
 
     `workers` threads evaluate candidates whose evaluation is compiled. Without a limit in seconds, the same problem,
     searcher and seed give the same plan with any number of workers. Once `is_stopped` returns true, the best plan so
-    far is returned.
+    far is returned. `pause` is called between evaluations, and may wait.
 
     Raises InfeasibleBudget, UnsupportedProblem, UnknownSearcher or FingerprintMismatch.
     """
@@ -64,6 +64,7 @@ def search(
             costs = []
             for cost in map_(state.evaluate, candidates, repeat(shortlist.least_s * TIE)):
                 costs.append(cost)
+                pause()
                 if is_over():
                     threads.shutdown(wait=False, cancel_futures=True)
                     break
@@ -89,13 +90,13 @@ def search(
                 break
     # Write the best as a plan. Its times come from the simulator for all searchers.
     best = shortlist.best()
-    plan = state.write(best)
+    plan, member = state.write(best), state.found_by(best)
     timeline = simulate(graph, plan, profile)
     assert timeline.period_s is not None or not graph.ops
     plan = replace(
         plan,
         provenance=Provenance(
-            searcher=f"{searcher} ({state.found_by(best)})" if isinstance(state, Best) else searcher,
+            searcher=searcher if member is None else f"{searcher} ({member})",
             seed=seed,
             evaluations=shortlist.evaluations,
             latency_s=timeline.latency_s,

@@ -1,15 +1,11 @@
-"""The default searcher: runs several searchers in turn until one reaches the lower bound.
+"""The searcher `best` for single budgets: runs several searchers in turn until one reaches the lower bound.
 
-The searchers, called members, are asked in a fixed order. Those that do not plan this kind of problem are skipped.
-
-For a partition and a workspace, `streaming` comes first. `offloading` follows if activations do not fit, or if they
-leave little memory for parameters and `streaming` is far from the bound. `streaming` uses the remaining time.
-
-For a single budget, `on_demand` comes first, then each of SAMPLED. A member's effort is the number of candidates that
-it evaluates when it runs alone. Each of SAMPLED first gets a small fraction of its effort (one round of successive
-halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS
-2016). Then the members spend the rest of their effort, in the order of their best latencies. So the portfolio is never
-worse than one of its members at that effort. The best member that has candidates left uses the remaining time.
+The searchers, called members, are asked in a fixed order: `on_demand`, then each of SAMPLED. A member's effort is the
+number of candidates that it evaluates when it runs alone. Each of SAMPLED first gets a small fraction of its effort
+(one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
+Optimization", AISTATS 2016). Then the members spend the rest of their effort, in the order of their best latencies. So
+the portfolio is never worse than one of its members at that effort. The best member that has candidates left uses the
+remaining time.
 
 Ops that share weights, such as the time steps of a recurrent network, can also run grouped by weights. `on_demand`,
 the quickest member, plans both orders; SAMPLED plan the better one. Graphs that change state, such as training
@@ -23,13 +19,11 @@ from functools import cached_property
 from typing import Any, Final
 
 from cohabit.planner.errors import InfeasibleBudget, UnsupportedProblem
-from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
 from cohabit.planner.order import by_parameters, has_reuse, in_original_order, reordered
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Cost, Problem
-from cohabit.planner.schedule.gaps import Gaps
-from cohabit.planner.schedule.serial import least_bytes
-from cohabit.planner.search.registry import make
+from cohabit.planner.schedule.serial import least_bytes, require_counted
+from cohabit.planner.search.registry import SEARCHERS, make
 from cohabit.planner.search.searcher import AnySearcher, Searcher
 
 QUICKEST: Final = "on_demand"
@@ -43,10 +37,6 @@ BY_WEIGHTS: Final = " in the order of weights"
 """Name suffix of members whose ops run in the order of `planner.order.by_parameters`, grouped by weights."""
 AT_BOUND: Final = 1e-4
 """Relative gap to the bound that counts as zero."""
-WORTH_OFFLOADING: Final = 0.05
-"""Relative gap to the bound above which offloading is tried even if activations fit."""
-NARROW: Final = 2
-"""A window smaller than this many times the largest op's parameters is narrow. In a wider one, copies overlap ops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +69,19 @@ _Turn = Generator[Sequence[MemberCandidate], None, _Member | None]
 """Yields the candidates of one member, then returns the member; None if the member had no turn."""
 
 
-class Best(Searcher[MemberCandidate]):
+class Portfolio(Searcher[MemberCandidate]):
     """Asks one member after the other; stops when the bound is reached.
 
-    If no member plans the problem, the first `ask` raises a member's error: the InfeasibleBudget with the fewest
-    `least_bytes` or, without one, UnsupportedProblem.
+    Raises UnsupportedProblem, or InfeasibleBudget with the least budget.
     """
 
     def __init__(self, problem: Problem, seed: int) -> None:
+        require_counted(problem, "best")
+        if QUICKEST not in SEARCHERS:
+            raise UnsupportedProblem("the searchers for single budgets are not installed (cohabit.planner.papers)")
         self.problem = problem
         self._seed = seed
         self._members: list[_Member] = []
-        self._refusals: list[UnsupportedProblem | InfeasibleBudget] = []
         self._told: Sequence[Cost] = ()
         self._count = 0
         self.evaluations = 10**12
@@ -121,15 +112,9 @@ class Best(Searcher[MemberCandidate]):
         return f"{member.name}{BY_WEIGHTS}" if member.by_weights else member.name
 
     def _ask(self) -> Iterator[Sequence[MemberCandidate]]:
-        streaming = yield from self._turn("streaming")
-        if streaming is None or (not self._is_within(WORTH_OFFLOADING) and _is_narrow(self.problem)):
-            yield from self._turn("offloading")
         quickest = yield from self._turn(QUICKEST)
-        if not self._members:
-            infeasible = [r for r in self._refusals if isinstance(r, InfeasibleBudget)]
-            raise min(infeasible, key=lambda r: r.least_bytes, default=self._refusals[0])
-        if quickest is not None:
-            yield from self._ask_others(quickest)
+        assert quickest is not None  # it plans every single budget that is large enough
+        yield from self._ask_others(quickest)
         # Each member spends the rest of its effort, the best first.
         for member in self._ranked():
             if member.effort_left > 0:
@@ -173,8 +158,7 @@ class Best(Searcher[MemberCandidate]):
             problem = replace(problem, graph=graph, profile=profile)
         try:
             searcher = make(name, problem, self._seed)
-        except (UnsupportedProblem, InfeasibleBudget) as refusal:
-            self._refusals.append(refusal)
+        except (UnsupportedProblem, InfeasibleBudget):
             return None
         member = _Member(name, searcher, by_weights, len(self._members))
         self._members.append(member)
@@ -211,14 +195,3 @@ class Best(Searcher[MemberCandidate]):
         least_s = min((member.least_s for member in self._members), default=math.inf)
         # Computing the bound takes time, so it waits until there is a first plan.
         return least_s < math.inf and least_s <= self.problem.bound_s * (1 + gap)
-
-
-def _is_narrow(problem: Problem) -> bool:
-    """Whether parameters stream through a narrow window that offloading some activation could widen."""
-    graph = problem.graph
-    footprint = Footprint.of(graph)
-    memory = problem.memory
-    window = memory.workspace_bytes - footprint.activation_bytes
-    if window >= NARROW * max(footprint.op_pages) * PAGE_BYTES or graph.parameter_bytes <= memory.partition_bytes:
-        return False
-    return any(gap.is_offloadable(graph) for gap in Gaps(graph).all)

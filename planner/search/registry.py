@@ -1,58 +1,35 @@
 """Searchers by name. The module of a searcher is imported on its first use."""
 
-from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 from cohabit.planner.errors import InfeasibleBudget, UnknownSearcher, UnsupportedProblem
+from cohabit.planner.parts import Part, PartRegistry
 
 if TYPE_CHECKING:  # commands import this module to list searchers in their help
     from cohabit.planner.problem import Problem
     from cohabit.planner.search.searcher import AnySearcher
 
-_SEARCHERS: Final = {
-    "best": ("search.portfolio:Best",),
-    "streaming": ("streaming.searcher:Streaming",),
-    "offloading": ("offloading.searcher:Offloading",),
-    "genetic": ("papers.swapadvisor.genetic:Genetic", "papers.swapadvisor.serving:ServingGenetic"),
-    "particle_swarm": ("papers.home.particle_swarm:ParticleSwarm",),
-    "greedy": ("papers.beaumont.searcher:Greedy",),
-    "dynprog": ("papers.beaumont.searcher:DynProg",),
-    "interval": ("papers.tensile.searcher:Tensile",),
-    "on_demand": ("papers.swapadvisor.on_demand:OnDemand",),
-}
-"""Module below planner, and class. A constructor raises UnsupportedProblem for problems that its class does not plan,
-before any work; of two classes, the first that plans the problem does so."""
-
-_BASELINES: Final = {
-    "vdnn_all": ("papers.baselines.layers:VdnnAll",),
-    "vdnn_conv": ("papers.baselines.layers:VdnnConv",),
-    "superneurons": ("papers.baselines.layers:SuperNeurons",),
-    "tflms": ("papers.baselines.layers:Tflms",),
-    "autoswap": ("papers.baselines.scores:AutoSwap",),
-    "capuchin": ("papers.baselines.scores:Capuchin",),
-    "sqrt_checkpointing": ("papers.baselines.checkpointing:SqrtCheckpointing",),
-    "chain_checkpointing": ("papers.baselines.checkpointing:ChainCheckpointing",),
-}
-"""Earlier systems for comparison."""
-
-SEARCHERS: Final = tuple(_SEARCHERS)
-"""Names of searchers."""
-BASELINES: Final = tuple(_BASELINES)
-"""Names of the baselines, which are not among the searchers."""
+SEARCHERS: Final = PartRegistry(
+    "cohabit.searchers",
+    {
+        "best": Part("cohabit.planner.offloading.best:best"),
+        "genetic": Part("cohabit.planner.genetic.searcher:Genetic"),
+        "offloading": Part("cohabit.planner.offloading.searcher:Offloading"),
+    },
+)
+"""Each is called with a problem and a seed, and returns a search. It raises UnsupportedProblem, before any work, for
+problems that it does not plan."""
+BASELINES: Final = PartRegistry("cohabit.baselines", {})
+"""Earlier systems for comparison, which are not among the searchers."""
 
 
 def make(searcher: str, problem: "Problem", seed: int) -> "AnySearcher":
     """Return a new search for a problem. Raises UnknownSearcher, UnsupportedProblem, and errors of the searcher."""
-    classes = (_SEARCHERS | _BASELINES).get(searcher)
-    if classes is None:
-        raise UnknownSearcher(searcher, (*SEARCHERS, *BASELINES))
-    for path in classes[:-1]:
-        try:
-            return _class_at(path)(problem, seed)
-        except UnsupportedProblem:
-            continue
-    return _class_at(classes[-1])(problem, seed)
+    for registry in (SEARCHERS, BASELINES):
+        if searcher in registry:
+            made: AnySearcher = registry[searcher](problem, seed)
+            return made
+    raise UnknownSearcher(searcher, (*SEARCHERS, *BASELINES))
 
 
 def can_plan(searcher: str, problem: "Problem") -> bool:
@@ -64,9 +41,3 @@ def can_plan(searcher: str, problem: "Problem") -> bool:
     except InfeasibleBudget:
         return True
     return True
-
-
-def _class_at(path: str) -> Callable[["Problem", int], "AnySearcher"]:
-    module, _, name = path.partition(":")
-    found: Callable[[Problem, int], AnySearcher] = getattr(import_module(f"cohabit.planner.{module}"), name)
-    return found

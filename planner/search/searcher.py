@@ -50,6 +50,10 @@ class Searcher(Generic[C]):
         good_s = math.inf if self.problem.objective == "period" else good_s
         return UNFIT if schedule is None else evaluate(self.problem, schedule, good_s)
 
+    def found_by(self, candidate: C) -> str | None:
+        """Return the name of the searcher that found a candidate, if this one asks others."""
+        return None
+
     def pool_bytes(self, candidate: C) -> int:
         """Return the size of the pool for a candidate's counted bytes."""
         return self.problem.memory.workspace_bytes

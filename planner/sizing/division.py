@@ -11,6 +11,7 @@ from cohabit.planner.sizing.demand import MemoryDemand, workspaces
 from cohabit.planner.sizing.fitting import (
     Estimate,
     Estimates,
+    Ladders,
     estimate_latency_s,
     latency_curve,
     rough_latency_s,
@@ -40,11 +41,13 @@ def divide(
     least_workspace_bytes: int = 0,
     lanes: int = 1,
     rough: bool = False,
+    ladders: Sequence[Ladders] = (),
 ) -> Division:
     """Choose the workspace and every partition. Raises InfeasibleBudget with the least sufficient memory.
 
     Plans that stay unchanged may need `least_workspace_bytes`. A layout with one region has one lane. With `rough`,
-    latencies are estimated by a rule of thumb, which takes no time.
+    latencies are estimated by a rule of thumb, which takes no time. `ladders` has each model's searched plans: if every
+    model has one for the same workspace, and memory suffices, nothing is estimated.
 
     Models that may split batches lose their largest ones if these cost more than batching gains: their activations
     take memory from parameters.
@@ -52,7 +55,8 @@ def divide(
     assert lanes == 1 or layout not in ONE_REGION
     demands = [MemoryDemand.of(model) for model in models]
     if layout == "partitioned" and demands:
-        room = _Room(memory_bytes, least_workspace_bytes, lanes, rough_latency_s if rough else estimate_latency_s)
+        estimate = rough_latency_s if rough else estimate_latency_s
+        room = _Room(memory_bytes, least_workspace_bytes, lanes, estimate, ladders)
         shares = _partition(demands, room)
     elif layout in ("resident", "partitioned"):
         shares = _all_resident(demands, memory_bytes, lanes)
@@ -71,6 +75,15 @@ class _Room:
     least_workspace_bytes: int
     lanes: int
     estimate: Estimate
+    ladders: Sequence[Ladders]
+    """Each model's curves of searched plans by workspace size; empty if no model has any."""
+
+    @property
+    def planned_workspaces(self) -> list[int]:
+        """Workspaces for which every model has a ladder."""
+        each = [ladders.keys() for ladders in self.ladders]
+        common = set(each[0]).intersection(*each) if each else ()
+        return sorted(size for size in common if size >= self.least_workspace_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,12 +126,8 @@ def _partition(demands: Sequence[MemoryDemand], room: _Room) -> _Shares:
 def _with_fewer_batches(demands: Sequence[MemoryDemand], memory_bytes: int) -> Iterator[Sequence[MemoryDemand]]:
     """Yield the demands, then without the batches with the most activations, until those of one model must stay.
 
-    Steps that save less than LEAST_STEP of the memory are combined. A single model keeps its batches: no other model
-    pays for them.
+    Steps that save less than LEAST_STEP of the memory are combined.
     """
-    if len(demands) == 1:
-        yield demands
-        return
     left, yielded_bytes = list(demands), max(demand.activation_bytes for demand in demands)
     yielded: Sequence[MemoryDemand] = demands
     yield yielded
@@ -175,6 +184,10 @@ def _partition_for(demands: Sequence[MemoryDemand], room: _Room) -> _Shares:
     largest_demand = max(demands, key=lambda d: d.least_bytes)
     if lanes == 1 and memory < largest_demand.least_bytes:
         raise _refusal(largest_demand, memory, largest_demand.least_bytes, len(demands))
+    # Where every model has a ladder and the first rungs fit, plans are ready and nothing is estimated.
+    ready = [shares for size in room.planned_workspaces if (shares := _on_ladders(demands, size, room)) is not None]
+    if ready:
+        return min(ready, key=lambda shares: shares.cost)
     known: Estimates = {}
     best: _Shares | None = None
     needed: list[int] = []
@@ -215,8 +228,27 @@ def _share_out(
         for d, low in zip(demands, least, strict=True)
         for b in [d.smallest]
     ]
+    return _shared(demands, lines, workspace, room)
+
+
+def _on_ladders(demands: Sequence[MemoryDemand], workspace: int, room: _Room) -> _Shares | None:
+    """Share out memory by the ladders for a workspace; None if some model's least rung does not fit."""
+    curves: list[Curve] = []
+    for demand, ladders in zip(demands, room.ladders, strict=True):
+        least = demand.least_partition_bytes(workspace)
+        if least is None:
+            return None
+        curves.append(tuple(point for point in ladders[workspace] if point.partition_bytes >= least))
+    if not all(curves):
+        return None
+    if sum(curve[0].partition_bytes for curve in curves) + room.lanes * workspace > room.memory_bytes:
+        return None
+    return _shared(demands, curves, workspace, room)
+
+
+def _shared(demands: Sequence[MemoryDemand], curves: Sequence[Curve], workspace: int, room: _Room) -> _Shares:
     weights, left = _weights(demands), room.memory_bytes - room.lanes * workspace
-    chosen = share_out(lines, weights, left)
+    chosen = share_out(curves, weights, left)
     partitions = [point.partition_bytes for point in chosen]
     given = _give_rest(demands, partitions, left - sum(partitions))
     return _Shares(demands, workspace, given, weighted_latency_s(chosen, weights))

@@ -6,6 +6,7 @@ from contextlib import suppress
 from msgspec.structs import replace
 
 from cohabit.planner.errors import InfeasibleBudget
+from cohabit.planner.genetic import searcher as genetic
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import PAGE_BYTES, Footprint
 from cohabit.planner.library import Library
@@ -19,13 +20,14 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.demand import MemoryDemand, workspaces
 from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.planner.sizing.shares import Curve, Point
-from cohabit.planner.streaming import searcher as streaming
 
 SHARES = (0.0, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.0)
 """Fractions of the range of partition sizes at which a curve has points."""
 
 Estimate = Callable[[Footprint, Profile, Memory], float]
 """Function that returns the latency of a graph in a given memory."""
+Ladders = Mapping[int, Curve]
+"""Curves of searched plans by workspace size."""
 Estimates = dict[tuple[str, bool, str, int, int], float]
 """Latencies by graph, whether activations are offloaded, profile, partition and workspace."""
 
@@ -37,12 +39,12 @@ def estimate_latency_s(footprint: Footprint, profile: Profile, memory: Memory) -
     """
     if footprint.offloads:
         return offloading.first_latency_s(Problem(footprint.graph, profile, memory))
-    latency_s = streaming.first_latency_s(footprint, profile, memory)
+    latency_s = genetic.first_latency_s(footprint, profile, memory)
     if footprint.by_parameters is not None:
         other, order = footprint.by_parameters
         profile = replace(profile, op_seconds=tuple(profile.op_seconds[k] for k in order))
         with suppress(InfeasibleBudget):
-            latency_s = min(latency_s, streaming.first_latency_s(other, profile, memory))
+            latency_s = min(latency_s, genetic.first_latency_s(other, profile, memory))
     return latency_s
 
 
@@ -126,14 +128,17 @@ def split_budget(graphs: Mapping[Bucket, Graph], profiles: Mapping[Bucket, Profi
     return Memory(best[1], budget - best[1])
 
 
-def fit(model: ModelDemand, choices: Sequence[Memory]) -> Memory | None:
-    """Choose the free memory with the least latency for one more model, trimming the partition; None if none fits."""
+def fit(model: ModelDemand, choices: Sequence[Memory], ladders: Ladders | None = None) -> Memory | None:
+    """Choose the free memory with the least latency for one more model, trimming the partition; None if none fits.
+
+    Latencies are read from the model's ladders where there are any, and estimated elsewhere.
+    """
     demand = MemoryDemand.of(model)
-    chosen = _fit(demand, choices)
-    return chosen if chosen is not None else _fit(demand.with_offloading(), choices)
+    chosen = _fit(demand, choices, ladders or {})
+    return chosen if chosen is not None else _fit(demand.with_offloading(), choices, {})
 
 
-def _fit(demand: MemoryDemand, choices: Sequence[Memory]) -> Memory | None:
+def _fit(demand: MemoryDemand, choices: Sequence[Memory], ladders: Ladders) -> Memory | None:
     model = demand.model
     smallest = demand.smallest
     best: tuple[float, Memory] | None = None
@@ -144,7 +149,8 @@ def _fit(demand: MemoryDemand, choices: Sequence[Memory]) -> Memory | None:
         partition = max(least, min(free.partition_bytes // PAGE_BYTES * PAGE_BYTES, demand.parameter_bytes))
         footprint, profile = demand.footprints[smallest], model.profiles[smallest]
         fitting = Memory(free.workspace_bytes, partition)
-        latency_s = estimate_latency_s(footprint, profile, fitting)
+        below = [p.latency_s for p in ladders.get(free.workspace_bytes, ()) if p.partition_bytes <= partition]
+        latency_s = below[-1] if below else estimate_latency_s(footprint, profile, fitting)
         if best is None or latency_s < best[0] * (1 - 1e-6):
             best = (latency_s, fitting)
     return None if best is None else best[1]
@@ -163,51 +169,39 @@ def plan_model(
     searcher: str = "best",
     *,
     quick: bool = False,
+    neighbours: Sequence[Mapping[Bucket, Plan]] = (),
+    pause: Callable[[], None] = lambda: None,
 ) -> dict[Bucket, Plan]:
     """Plan every bucket; the smallest chooses the residents of all. Raises InfeasibleBudget.
 
     Plans are read from the library, or stored there. With `quick`, each is the first feasible plan and is not stored.
+    Searches start from `neighbours`, plans for other sizes, too. They call `pause` between candidates.
     """
     plans: dict[Bucket, Plan] = {}
     residents: tuple[Placement, ...] | None = None
     for bucket in sorted(model.graphs):
         graph, profile = model.graphs[bucket], model.profiles[bucket]
-        problem = Problem(graph, profile, memory, residents)
+        near = tuple(plans_of[bucket] for plans_of in neighbours if bucket in plans_of)
+        problem = Problem(graph, profile, memory, residents, neighbours=near)
         if quick:
             plans[bucket] = search(problem, searcher, limit=Limit(evaluations=1))
         else:
-            plans[bucket] = known_or_searched(problem, library, searcher)
+            plans[bucket] = known_or_searched(problem, library, searcher, pause)
         residents = plans[bucket].residents
     return plans
 
 
-def plans_by_size(model: ModelDemand, workspace_bytes: int, searcher: str = "best") -> list[dict[Bucket, Plan]]:
-    """Return quick plans of every bucket for ascending partition sizes, up to one as fast as with all resident.
-
-    Empty if no partition suffices with this workspace.
-    """
-    demand = MemoryDemand.of(model)
-    least = demand.least_partition_bytes(workspace_bytes)
-    if least is None:
-        demand = demand.with_offloading()
-        least = demand.least_partition_bytes(workspace_bytes)
-    found: list[dict[Bucket, Plan]] = []
-    for size in () if least is None else partition_sizes(least, demand.parameter_bytes):
-        found.append(plan_model(model, Memory(workspace_bytes, size), searcher=searcher, quick=True))
-        provenance = found[-1][demand.smallest].provenance
-        if provenance is not None and provenance.latency_s <= model.profiles[demand.smallest].compute_s * (
-            1 + 1e-6
-        ):
-            break
-    return found
-
-
-def known_or_searched(problem: Problem, library: Library | None, searcher: str = "best") -> Plan:
+def known_or_searched(
+    problem: Problem,
+    library: Library | None,
+    searcher: str = "best",
+    pause: Callable[[], None] = lambda: None,
+) -> Plan:
     """Return the library's plan by this searcher, or search for one and store it. Raises InfeasibleBudget."""
     known = None if library is None else library.plan(problem, searcher)
     if known is not None:
         return known
-    plan = search(problem, searcher)
+    plan = search(problem, searcher, pause=pause)
     if library is not None:
         library.store(problem, searcher, plan)
     return plan

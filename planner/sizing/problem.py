@@ -6,7 +6,7 @@ share one region.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -20,6 +20,14 @@ WHOLE_MODELS: tuple[LayoutName, ...] = ("time_shared", "lru")
 """Layouts with one region that hold a whole model while it runs."""
 ONE_REGION: tuple[LayoutName, ...] = (*WHOLE_MODELS, "pipelined", "on_demand")
 """Layouts with one region. The last two hold only each op's parameters, so models may be larger."""
+
+
+def layout_name(layout: str) -> LayoutName:
+    """Return the layout by whose rules memory is divided. Other packages' layouts hold whole models in one region."""
+    if layout == "elastic":
+        return "partitioned"
+    known: tuple[LayoutName, ...] = get_args(LayoutName)
+    return next((name for name in known if name == layout), "lru")
 
 
 @dataclass(frozen=True)

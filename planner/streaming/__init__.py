@@ -1,1 +1,1 @@
-"""The searcher `streaming`: initial choices of residents, a linear relaxation, and simulated annealing."""
+"""Simulates how parameters stream through memory while ops run, for given decisions."""

@@ -1,4 +1,4 @@
-"""Execution orders of a problem's ops to plan: the graph's own, and one grouped by parameters."""
+"""Execution orders of a problem's ops: the graph's own, one grouped by parameters, and those that a search adds."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,6 +10,9 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.streaming.workload import Workload
 
+MOST = 256
+"""Maximum number of orders: each has its layout in memory."""
+
 
 @dataclass(frozen=True)
 class OpOrder:
@@ -20,14 +23,15 @@ class OpOrder:
 
 
 class OpOrders:
-    """Orders to plan. All but the first are made on demand."""
+    """Orders to plan. All but the first are made on demand. Not thread-safe."""
 
     def __init__(self, problem: Problem, pool_bytes: int | None = None) -> None:
         """Raise UnsupportedProblem, or InfeasibleBudget with the least budget if no order fits.
 
         With `pool_bytes`, activations are offloaded to fit this pool; only the graph's own order is planned.
         """
-        require_served(problem, "streaming")
+        require_served(problem, "genetic")
+        self._problem, self._is_pooled = problem, pool_bytes is not None
         self._others = _feasible_views(problem) if pool_bytes is None else _in_pool(problem, pool_bytes)
         self._made = [next(self._others)]
 
@@ -35,6 +39,20 @@ class OpOrders:
         if order >= len(self._made):
             self._made += self._others
         return self._made[order]
+
+    def number_of(self, order: tuple[int, ...]) -> int | None:
+        """Return the number of an order, which is added if it is new.
+
+        Returns None for an order that does not fit in memory, and for a new one in a pool or beyond MOST.
+        """
+        known = next((i for i, view in enumerate(self) if view.order == order), None)
+        if known is not None or self._is_pooled or len(self) >= MOST:
+            return known
+        try:
+            self._made.append(in_order(self._problem, order))
+        except InfeasibleBudget:
+            return None
+        return len(self._made) - 1
 
     def __len__(self) -> int:
         self._made += self._others

@@ -1,20 +1,19 @@
 """Builds programs from plans: checks a plan, drafts it, and binds the draft to addresses."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from cohabit.planner.check import check
-from cohabit.planner.plan import Plan
+from cohabit.planner.graph import Graph
+from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
 from cohabit.runtime.binding.draft import ComputeStep, Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
-from cohabit.runtime.binding.offloaded import OffloadedTensor, ParameterSource
+from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
@@ -27,7 +26,7 @@ def draft(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.d
     bucket = buckets.get(plan.graph, lowered.buckets[0])
     graph = lowered.graphs[bucket]
     check(graph, profile, plan)
-    _require_unpacked(lowered, plan)
+    _require_served(graph, plan)
     return Drafter(graph, lowered.traces[bucket], lowered.manifest, plan, device).draft(profile)
 
 
@@ -41,7 +40,7 @@ def build(
 ) -> Program:
     """Check a plan and bind it. Raises the errors of `draft`, and MemoryExceeded."""
     drafted = draft(lowered, plan, profile, arena.device)
-    return bind(drafted, _offloaded(drafted, arena, store), arena, bases, store)
+    return bind(drafted, _offloaded(drafted, store), arena, bases, store)
 
 
 def bind(
@@ -53,21 +52,12 @@ def bind(
 ) -> Program:
     """Bind a draft to addresses. `of_tensor` has its spilled tensors, by tensor id. Raises MemoryExceeded."""
     offloaded = tuple(of_tensor.values())
-    of_storage = {tensor.storage_key: tensor for tensor in offloaded if tensor.spill.is_weight}
     statics: list[Any] = []
     for static in drafted.statics:
-        # A view needs its storage at full size: pooled weights get theirs while it is created.
-        if not isinstance(static, StaticWeight):
-            values = _values(static.statics, statics)
-            with ExitStack() as sized:
-                for key in {v.untyped_storage()._cdata for v in values.values() if isinstance(v, torch.Tensor)}:
-                    if key in of_storage:
-                        sized.enter_context(of_storage[key].sized())
-                statics.append(static_value(static.template, values))
-        elif static.address is None:
-            statics.append(of_tensor[static.segment].view(static.piece))
-        else:
+        if isinstance(static, StaticWeight):
             statics.append(weight_at(arena, bases.offset(static.address), static.piece))
+        else:
+            statics.append(static_value(static.template, _values(static.statics, statics)))
     # Offloaded tensors take results after the op, before its getitem calls free them, and end their uses last.
     adopting, finishing = _adopting(offloaded), _finishing(offloaded)
 
@@ -101,29 +91,25 @@ def bind(
     )
 
 
-def _require_unpacked(lowered: Lowered, plan: Plan) -> None:
-    """Raise UnsupportedPlan for packed parameters without an address: a kernel's layout is made for one address."""
-    pooled = (segment for t, segment in enumerate(lowered.manifest.segments) if t in plan.pooled)
-    packed = [piece.name for segment in pooled for piece in segment.pieces if piece.layout is not None]
-    if packed:
-        raise UnsupportedPlan(
-            f"{lowered.name}: the plan has no address for weights such as {packed[0]}, which are packed; lower the"
-            " model without packed weights"
-        )
+def _require_served(graph: Graph, plan: Plan) -> None:
+    """Raise UnsupportedPlan unless parameters have addresses and each op runs once, as in every plan that is served."""
+    way_out = "plan it for a partition and a workspace, not for a single budget"
+    pooled = [graph.tensors[t].name for t in sorted(plan.pooled) if graph.tensors[t].is_weight]
+    if pooled:
+        raise UnsupportedPlan(f"{graph.name}: the plan has no address for {pooled[0]}; {way_out}")
+    count = Counter(step.op for step in plan.steps if isinstance(step, Compute))
+    repeated = [graph.ops[op].name for op in sorted(count) if count[op] > 1]
+    if repeated:
+        raise UnsupportedPlan(f"{graph.name}: the plan computes {repeated[0]} more than once; {way_out}")
 
 
-def _offloaded(
-    drafted: Draft, arena: DeviceArena[Destination], store: HostStore[Destination]
-) -> dict[int, OffloadedTensor]:
-    """Return the offloaded tensors, with the buffers or store bytes that they are filled from."""
-    spilled = [s for s in drafted.spills if not s.is_weight]
-    buffers = iter(store.spill_buffers([s.nbytes for s in spilled]) if spilled else [])
-    return {
-        s.tensor: OffloadedTensor(
-            s, ParameterSource(store, s.tensor, arena) if s.is_weight else next(buffers), arena.device
-        )
-        for s in drafted.spills
-    }
+def _offloaded(drafted: Draft, store: HostStore[Destination]) -> dict[int, OffloadedTensor]:
+    """Return the offloaded tensors by tensor id, with their buffers."""
+    if not drafted.spills:
+        return {}
+    buffers = store.spill_buffers([s.nbytes for s in drafted.spills])
+    spilled = zip(drafted.spills, buffers, strict=True)
+    return {spill.tensor: OffloadedTensor(spill, buffer) for spill, buffer in spilled}
 
 
 def _values(static_slots: Statics, statics: Sequence[Any]) -> dict[int, Any]:
@@ -134,9 +120,9 @@ def _adopting(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
     """Return, per compute step, the calls with which offloaded tensors take the storages of its results."""
     calls: dict[int, list[Call]] = defaultdict(list)
     for tensor in offloaded:
-        for n, interval in enumerate(tensor.spill.intervals):
-            if interval.maker is not None:
-                calls[interval.maker].append(partial(tensor.adopt, n))
+        maker = tensor.spill.intervals[0].maker
+        if maker is not None:
+            calls[maker].append(tensor.adopt)
     return calls
 
 

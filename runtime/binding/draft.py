@@ -34,11 +34,11 @@ PendingCall = tuple[Instruction, Statics]
 
 @dataclass(frozen=True, slots=True)
 class StaticWeight:
-    """A parameter, with its segment's address; None for a segment in the pool."""
+    """A parameter, with its segment's address."""
 
     piece: Piece
     segment: int
-    address: Address | None
+    address: Address
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,7 @@ class Drafter:
         self.statics = _StaticValues(trace, manifest, device)
         self.made: set[int] = set()
         """Slots of views whose value is current."""
-        self.computed: set[int] = set()
-        """Ops computed so far."""
-        self.addresses: dict[int, Address | None] = {p.tensor: p.address for p in plan.residents}
+        self.addresses = {p.tensor: _required(p.address) for p in plan.residents}
         self.unread = set(self.addresses)
         self.computes: list[ComputeStep[PendingCall]] = []
         self.swap_ins: list[SwapStep] = []
@@ -209,7 +207,7 @@ class Drafter:
         computes, swap_outs = self._finished(step.after, Compute), self._finished(step.after, SwapOut)
         address: Address | None = None
         if self.graph.tensors[step.tensor].is_weight:
-            address = self.addresses[step.tensor] = step.address
+            address = self.addresses[step.tensor] = _required(step.address)
         self.position[index] = len(self.swap_ins)
         nbytes = self._nbytes(step.tensor)
         self.swap_ins.append(SwapStep("swap_in", index, step.tensor, nbytes, computes, swap_outs, address))
@@ -229,10 +227,7 @@ class Drafter:
         instruction = self.op_instructions[step.op]
         parts = self.parts[instruction.out]
         calls = self._pending([*numbers, *self._needed_by(instruction), *parts])
-        if step.op in self.computed:  # a new result: its views must be rebuilt
-            self.made -= self._views_of(instruction.out)
         self.made.update(part.out for part in parts)
-        self.computed.add(step.op)
         first = self.unread.intersection(self.graph.ops[step.op].reads)
         self.unread -= first
         self.computes.append(ComputeStep(index, calls, swap_ins, swap_outs, tuple(sorted(first)), len(parts)))
@@ -272,14 +267,6 @@ class Drafter:
             needed.append(instruction)
         return needed
 
-    def _views_of(self, slot: int) -> set[int]:
-        """Return the slots of all views of a slot's value, direct or nested."""
-        found = {slot}
-        for view in self.views.values():  # in order of creation
-            if not found.isdisjoint(view.reads):
-                found.add(view.out)
-        return found - {slot}
-
     def _final_views(self) -> list[Instruction]:
         """Return the views that are outputs and belong to no op."""
         final: list[Instruction] = []
@@ -304,16 +291,16 @@ class _StaticValues:
         for i in trace.instructions:
             if i.op is None and i.reads and all(r in self._segments for r in i.reads):
                 self._segments[i.out] = frozenset().union(*(self._segments[r] for r in i.reads))
-        self._known: dict[tuple[int, tuple[Address | None, ...]], int] = {}
+        self._known: dict[tuple[int, tuple[Address, ...]], int] = {}
 
     def has(self, slot: int) -> bool:
         return slot in self._segments
 
-    def of(self, slots: Iterable[int], addresses: Mapping[int, Address | None]) -> Statics:
+    def of(self, slots: Iterable[int], addresses: Mapping[int, Address]) -> Statics:
         """Return the static slots among `slots`, with their values for segments at these addresses."""
         return tuple((slot, self._index(slot, addresses)) for slot in slots if slot in self._segments)
 
-    def _index(self, slot: int, addresses: Mapping[int, Address | None]) -> int:
+    def _index(self, slot: int, addresses: Mapping[int, Address]) -> int:
         key = (slot, tuple(addresses[s] for s in sorted(self._segments[slot])))
         if key not in self._known:
             value = self._make(slot, addresses)
@@ -321,7 +308,7 @@ class _StaticValues:
             self.values.append(value)
         return self._known[key]
 
-    def _make(self, slot: int, addresses: Mapping[int, Address | None]) -> StaticWeight | DraftCall:
+    def _make(self, slot: int, addresses: Mapping[int, Address]) -> StaticWeight | DraftCall:
         if slot in self._weights:
             segment, piece = self._pieces[self._weights[slot]]
             return StaticWeight(piece, segment, addresses[segment])
@@ -329,20 +316,20 @@ class _StaticValues:
         return DraftCall(template_of(view, self._device), self.of(view.reads, addresses), ())
 
 
-def _frees(steps: Sequence[Sequence[PendingCall]], kept: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Return, per step and call, the slots whose values the call is the last to use.
+def _required(address: Address | None) -> Address:
+    """Return a parameter's address: `build` refuses plans without them."""
+    assert address is not None
+    return address
 
-    A recomputed op gives its slot a new value; all uses of the previous value come before.
-    """
-    value = dict[int, int]()  # number of values that each slot has had
-    last: dict[tuple[int, int], tuple[int, int]] = {}
+
+def _frees(steps: Sequence[Sequence[PendingCall]], kept: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Return, per step and call, the slots whose values the call is the last to use."""
+    last: dict[int, tuple[int, int]] = {}
     for n, step in enumerate(steps):
         for m, (instruction, _) in enumerate(step):
-            last.update(((slot, value.get(slot, 0)), (n, m)) for slot in instruction.reads)
-            value[instruction.out] = value.get(instruction.out, 0) + 1
-            last[instruction.out, value[instruction.out]] = (n, m)
+            last |= dict.fromkeys((*instruction.reads, instruction.out), (n, m))
     frees: list[list[list[int]]] = [[[] for _ in step] for step in steps]
-    for (slot, number), (n, m) in last.items():
-        if slot not in kept or number < value.get(slot, 0):
+    for slot, (n, m) in last.items():
+        if slot not in kept:
             frees[n][m].append(slot)
     return [[tuple(slots) for slots in step] for step in frees]

@@ -129,32 +129,6 @@ class Program:
         """Number of swap-ins up to the last that fills an offloaded tensor."""
         return max((i + 1 for i, s in enumerate(self.swap_ins) if s.offloaded is not None), default=0)
 
-    @property
-    def last_awaited_copy_back(self) -> int:
-        """The same without copies that restore residents, which may continue while the next run begins."""
-        restored = self.draft.restored
-        awaited = (
-            i for i, s in enumerate(self.swap_ins) if s.offloaded is not None and restored.get(s.tensor) != i
-        )
-        return max((i + 1 for i in awaited), default=0)
-
-    @property
-    def has_pooled_weights(self) -> bool:
-        """Whether parameters or state are allocated from the pool, so that runs may move them."""
-        return any(tensor.spill.is_weight for tensor in self.offloaded)
-
-    @property
-    def saves_unread_residents(self) -> bool:
-        """Whether a resident may be copied out before an op has waited for the copy that restored it."""
-        initial = {step.tensor for step in self.residents}
-        read = {tensor: n for n, step in enumerate(self.computes) for tensor in step.first_reads}
-        finished = 0
-        for step in self.swap_outs:
-            finished = max(finished, step.computes_before)  # the lane is in order
-            if step.tensor in initial and read.get(step.tensor, len(self.computes)) >= finished:
-                return True
-        return False
-
     def new_frame(self) -> list[Any]:
         """Return an empty frame for one run."""
         return [None] * self.draft.trace.slots

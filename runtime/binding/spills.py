@@ -26,8 +26,8 @@ class SpillInterval:
     """The last compute step that uses it; -1 if none does."""
     swap_outs: int
     frees_storage: bool
-    """Whether its last user empties its storage: for a weight after any drop, for other tensors if a swap-in follows.
-    Otherwise the tensor stays, or its storage is freed with the last reference."""
+    """Whether its last user empties its storage, because a swap-in follows. Otherwise the tensor stays, or its storage
+    is freed with the last reference."""
 
     @property
     def users(self) -> int:
@@ -37,35 +37,22 @@ class SpillInterval:
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """One tensor whose storage is resized while a program runs.
-
-    A swapped activation or input; or a parameter or state that the plan copies or keeps as a resident, without an
-    address.
-    """
+    """A swapped activation or input, whose storage is resized while a program runs."""
 
     tensor: int
     nbytes: int
-    slot: int | None
-    """Slot of the result that has the tensor's storage, or of the input; None for a weight."""
+    slot: int
+    """Slot of the result that has the tensor's storage, or of the input."""
     leaf: int
     """Index of the tensor in that result."""
     at_start: bool
+    """Whether it is an input."""
     intervals: tuple[SpillInterval, ...]
-
-    @property
-    def is_weight(self) -> bool:
-        """Whether it is a parameter or state, whose storage persists between runs."""
-        return self.slot is None
 
 
 def spills_of(graph: Graph, trace: Trace, plan: Plan) -> tuple[Spill, ...]:
     """Return the spills of a checked plan, by tensor. Raises UnsupportedPlan for tensors that cannot leave memory."""
     leaving = plan.pooled.union(step.tensor for step in plan.steps if isinstance(step, SwapOut))
-    for tensor in sorted(leaving & plan.addressed):
-        raise UnsupportedPlan(
-            f"{graph.name}: the plan swaps {graph.tensors[tensor].name}, which has an address. Only a tensor without"
-            " an address has its own storage and can be swapped: plan a single budget"
-        )
     if not leaving:
         return ()
     lives: dict[int, list[LiveRange]] = {tensor: [] for tensor in sorted(leaving)}
@@ -101,18 +88,15 @@ def _spill(
                 maker=number.get(live.start),
                 last_use=max(uses, default=-1),
                 swap_outs=swap_outs,
-                frees_storage=is_dropped and (slot is None or returns),
+                frees_storage=is_dropped and returns,
             )
         )
     return Spill(tensor, what.nbytes, slot, leaf, lives[0].start == START, tuple(intervals))
 
 
-def _place(graph: Graph, trace: Trace, tensor: int) -> tuple[int | None, int]:
+def _place(graph: Graph, trace: Trace, tensor: int) -> tuple[int, int]:
     """Return the slot whose value has a tensor's storage, and the tensor's index in that value."""
-    kind = graph.tensors[tensor].kind
-    if graph.tensors[tensor].is_weight:
-        return None, 0
-    if kind == "input":
+    if graph.tensors[tensor].kind == "input":
         return trace.input_slots[graph.inputs.index(tensor)], 0
     op = next(k for k, op in enumerate(graph.ops) if tensor in op.writes)
     maker = next(i for i in trace.instructions if i.op == op)

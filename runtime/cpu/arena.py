@@ -1,6 +1,5 @@
 """Arena of the CPU backend: all memory that parameters may use, in one mapping."""
 
-import ctypes
 import math
 import mmap
 from contextlib import suppress
@@ -37,10 +36,6 @@ class CpuArena:
         """Return these bytes as a writable array. Raises MemoryExceeded outside the arena."""
         require_inside(self, offset, nbytes)
         return np.frombuffer(self._map, np.uint8, count=nbytes, offset=offset)
-
-    def over(self, flat: torch.Tensor) -> Bytes:
-        """Return a flat tensor's bytes as an array. The tensor's own `numpy` would make its storage unresizable."""
-        return np.ctypeslib.as_array((ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr()))
 
     def tensor(
         self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]

@@ -22,7 +22,6 @@ from cohabit.runtime.measure.link import measured_bytes
 from cohabit.runtime.measure.profile import cached_profiles, measure, traced_profiles
 from cohabit.runtime.measure.stopwatch import last_level_cache_bytes
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
-from cohabit.runtime.shared_region.relocatable import RelocatableModel
 from cohabit.runtime.stores.host import LimitedStore, Links, open_store
 from cohabit.runtime.stores.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_are_off
 
@@ -120,21 +119,10 @@ class CpuBackend:
         bases: Bases,
         store: HostStore[Bytes],
     ) -> Program:
-        self._keep_activations(plan)
+        self.keep_activations(plan)
         return build(lowered, plan, profile, arena, bases, store)
 
-    def relocatable(
-        self,
-        lowered: Lowered,
-        plan: Plan,
-        profile: Profile | None,
-        arena: DeviceArena[Bytes],
-        store: HostStore[Bytes],
-    ) -> RelocatableModel:
-        self._keep_activations(plan)
-        return RelocatableModel(lowered, plan, profile, arena, store)
-
-    def _keep_activations(self, plan: Plan) -> None:
+    def keep_activations(self, plan: Plan) -> None:
         """Make the C library keep freed activations, which the budget counts already, for the next inference.
 
         The limit allows for the heap's gaps: once the free bytes at the heap's end exceed it, the C library returns all

@@ -95,8 +95,6 @@ class CpuExecutor:
     def begin_load(self, program: Program, recording: Recording | None = None) -> Callable[[], float]:
         """Queue the copies of a program's residents. See `runtime.backend.ProgramExecutor`."""
         self._restored.pop(program.residence, None)
-        for tensor in program.offloaded:
-            tensor.reset()
         run = self._new_run(recording)
         self._swap_in.submit(run, program.residents)
         ticket = self._swap_in.submitted
@@ -154,13 +152,6 @@ class CpuExecutor:
         """Wait until the swap-in lane is idle."""
         self._swap_in.done.wait(self._swap_in.submitted)
 
-    def finish(self, program: Program) -> None:
-        """Wait for the copies of a program's last run. Raises DeviceError if one failed."""
-        self.settle()
-        if program.residence in self._restored:
-            restored = self._restored[program.residence]
-            self._raise_if_failed(program, restored.run, restored)
-
     def run(
         self,
         program: Program,
@@ -175,23 +166,18 @@ class CpuExecutor:
         copied again before it is read; this run fails only if that copy fails, too. `on_recording` is always called.
         """
         torch.get_num_threads()  # OpenMP's setting is per thread; this call makes torch apply its own
-        # Residents first: stale ones are wrong, and those about to be saved unread may still be on their way.
         if program.residence in self._stale:
             self.load(program, on_recording=on_recording)
-        if program.offloaded and program.saves_unread_residents:
-            self.settle()
         recording = Recording(program) if traced or on_recording is not None else None
         run = self._new_run(recording)
-        # Inputs must be in the frame before `start`, which takes the storages of offloaded ones.
         frame = program.new_frame()
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
         for offloaded in program.offloaded:
-            if offloaded.spill.at_start and offloaded.spill.slot is not None:
-                frame[offloaded.spill.slot] = frame[
-                    offloaded.spill.slot
-                ].clone()  # the caller's tensor keeps its bytes
-            offloaded.start(frame)
+            if offloaded.spill.at_start:
+                slot = offloaded.spill.slot
+                frame[slot] = frame[slot].clone()  # the caller's tensor keeps its bytes
+                offloaded.adopt(frame)
         # `_submit` replaces the last run, whose restores this run still waits for.
         restored = self._restored.get(program.residence)
         self._submit(program, run)
@@ -245,7 +231,7 @@ class CpuExecutor:
         Restores of residents may go on: the next run waits for them op by op.
         """
         self._swap_out.done.wait(run.swap_out_ticket(len(program.swap_outs)))
-        self._swap_in.done.wait(run.swap_in_ticket(program.last_awaited_copy_back))
+        self._swap_in.done.wait(run.swap_in_ticket(program.last_copy_back))
         for tensor in program.offloaded:
             tensor.forget()
 
@@ -316,11 +302,10 @@ class CpuExecutor:
 def _restore_again(program: Program, step: ComputeStep[Call], last: LaneRun, run: LaneRun) -> None:
     """Repeat failed copies of the last run, for residents that a step is about to read for the first time.
 
-    Until then, nothing else uses their addresses. Counted tensors are not copied again: their storages may hold state
-    that exists nowhere else. Their failure fails the run.
+    Until then, nothing else uses their addresses.
     """
     for resident in program.residents:
-        if resident.tensor in last.failed and resident.tensor in step.first_reads and resident.offloaded is None:
+        if resident.tensor in last.failed and resident.tensor in step.first_reads:
             try:
                 resident.copy()
             except Exception as error:

@@ -6,7 +6,7 @@ before that record waits for nothing.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -40,11 +40,6 @@ class AllocatorPool(Protocol):
     @property
     def refused_bytes(self) -> int | None:
         """Size of the smallest refused allocation, even if the operator then used less; None if none was refused."""
-        ...
-
-    @property
-    def layout(self) -> Hashable:
-        """Allocated and free ranges. Allocations that fit into a layout always fit into the same layout."""
         ...
 
     def leaving(self, nbytes: int) -> AbstractContextManager[None]:
@@ -219,12 +214,6 @@ class Driver(Protocol):
     def peak_bytes(self, kernels: Kernels) -> int:
         """Run kernels and wait for them. Returns the peak bytes that torch's allocator gave them."""
         ...
-
-    def random_state(self) -> torch.Tensor:
-        """Return the state of the kernels' random number generator."""
-        ...
-
-    def set_random_state(self, state: torch.Tensor) -> None: ...
 
     def tf32(self, allowed: Tf32) -> AbstractContextManager[None]:
         """Inside the block, use TF32 in these float32 kernels only; for the whole process."""

@@ -27,10 +27,6 @@ class CudaArena:
         require_inside(self, offset, nbytes)
         return self._bytes[offset : offset + nbytes]
 
-    def over(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return `flat` itself."""
-        return flat
-
     def tensor(
         self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:

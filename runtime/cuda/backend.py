@@ -18,7 +18,7 @@ from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.executor import CudaExecutor, SharedDevice
 from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.profiling.measure import measured
-from cohabit.runtime.cuda.program import CudaProgram, CudaRelocatableModel, prepare
+from cohabit.runtime.cuda.program import CudaProgram, prepare
 from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, Ring, StagedStore
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import Manifest
@@ -124,16 +124,6 @@ class CudaBackend:
         """Check a plan and bind it; any thread. The program's first load admits it to the device."""
         program = build(lowered, plan, profile, arena, bases, store)
         return prepare(self.pinned_memory, lowered, program, profile, arena, bases, store)
-
-    def relocatable(
-        self,
-        lowered: Lowered,
-        plan: Plan,
-        profile: Profile | None,
-        arena: DeviceArena[torch.Tensor],
-        store: HostStore[torch.Tensor],
-    ) -> CudaRelocatableModel:
-        return CudaRelocatableModel(self.pinned_memory, lowered, plan, profile, arena, store)
 
     def close(self) -> None:
         """Release every program and unpin all memory."""

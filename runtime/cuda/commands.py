@@ -171,7 +171,7 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
     copies: list[Copy] = []
     inference, events = _commands(program, needed, joining, copies)
     epilogue = joined(program.swap_ins[needed:], needed, joining)
-    residents = joined([step for step in program.residents if step.offloaded is None], 0, joining)
+    residents = joined(program.residents, 0, joining)
     return IssueSchedule(
         inference,
         _append_copies(copies, epilogue),

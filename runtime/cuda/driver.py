@@ -266,13 +266,6 @@ class CudaDriver:
         torch.cuda.synchronize(self._index)
         return torch.cuda.max_memory_allocated(self._index) - before
 
-    def random_state(self) -> torch.Tensor:
-        state: torch.Tensor = _cuda.get_rng_state(self._index)
-        return state
-
-    def set_random_state(self, state: torch.Tensor) -> None:
-        _cuda.set_rng_state(state, self._index)
-
     def memory(self) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info(self._index)
         return DeviceMemory(total, free, self._nvml.process_bytes())

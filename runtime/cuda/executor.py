@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,12 +21,11 @@ import torch
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.plan import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
-from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Residence
 from cohabit.runtime.cuda.api import CapturedGraph, Driver
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
 from cohabit.runtime.cuda.issue import IssueThread, Streams, issue_inference
-from cohabit.runtime.cuda.profiling.dry_run import SMALL_SEGMENT_BYTES, fitting_pools
+from cohabit.runtime.cuda.profiling.dry_run import fitting_pools
 from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
 from cohabit.runtime.cuda.transfers import Transfer, Transfers, pieces_of
@@ -34,8 +33,6 @@ from cohabit.runtime.errors import DeviceError, DeviceLost, MemoryExceeded, Stor
 from cohabit.runtime.recording import OnRecording, Recording
 
 _log = logging.getLogger("cohabit.cuda")
-_MOST_TRIALS = 16
-"""Maximum number of runs until a pool's layout equals that of an earlier run; usually two or three are needed."""
 
 
 @dataclass(slots=True)
@@ -114,13 +111,10 @@ class CudaExecutor:
         little memory.
         """
         start = time.perf_counter()
-        is_stale = program.residence in self._stale
         self._load_residents(program)
         if program.admission.pool is None:
             with self._shared.exclusive:
-                self._admit(program)  # runs it, which also loads residents in the pool
-        elif program.has_pooled_weights:
-            self._load_pool(program, is_stale=is_stale)
+                self._admit(program)
         return time.perf_counter() - start
 
     def begin_load(self, program: CudaProgram) -> Callable[[], float]:
@@ -138,7 +132,6 @@ class CudaExecutor:
             self.load(program)
 
     def _load_residents(self, program: CudaProgram) -> None:
-        """Load the residents that have addresses."""
         with self._faults(program):
             self._adopt_thread()
             graph = program.admission.residents
@@ -149,58 +142,6 @@ class CudaExecutor:
             _raise_if_failed(program, transfer)
             self._stale.discard(program.residence)
 
-    def _load_pool(self, program: CudaProgram, *, is_stale: bool = False) -> None:
-        """Load the residents without an address into the pool, in place where they are allocated."""
-        with self._faults(program), self._shared.exclusive:
-            self._adopt_thread()
-            residents = program.pooled_residents
-            if is_stale or not all(tensor.is_ready for tensor in residents):
-                self._fill(program, residents, program.offloaded)
-                program.admission.moved = False
-            else:
-                self._fill(program, residents)
-
-    def _return_to_places(self, program: CudaProgram) -> None:
-        """Move residents back to their addresses before the last run, so that the next run finds the same layout.
-
-        They are freed and allocated again, and copied through the host: torch's allocator cannot allocate at a given
-        address.
-        """
-        moved = [tensor for tensor in program.pooled_residents if tensor.moves]
-        with self._faults(program), self._shared.exclusive:
-            self._adopt_thread()
-            self._copy_out([tensor for tensor in program.state if tensor in moved])
-            self._fill(program, moved, moved)
-            program.admission.moved = False
-
-    def _fill(
-        self, program: CudaProgram, tensors: Sequence[OffloadedTensor], freed: Sequence[OffloadedTensor] = ()
-    ) -> None:
-        """Fill tensors from their host buffers, and wait. With `freed`, first frees these and allocates `tensors`."""
-        driver, streams = self._driver, self._streams
-        made, loaded = driver.event(), driver.event()
-        with driver.allocating(program.pool), driver.on(streams.compute):
-            for tensor in freed:
-                driver.launch(tensor.reset)
-            for tensor in tensors if freed else ():
-                driver.launch(tensor.allocate)
-            driver.record(made)
-        with driver.on(streams.swap_in):
-            driver.wait(made)
-            for tensor in tensors:
-                driver.copy_deferred(tensor.copy_back)
-            driver.record(loaded)
-        driver.synchronize(loaded)
-
-    def _copy_out(self, tensors: Sequence[OffloadedTensor]) -> None:
-        """Copy tensors to their host buffers, and wait. No work may be in progress."""
-        driver, saved = self._driver, self._driver.event()
-        with driver.on(self._streams.swap_out):
-            for tensor in tensors:
-                driver.copy_deferred(tensor.copy_out)
-            driver.record(saved)
-        driver.synchronize(saved)
-
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
         self._issue_thread.drain()
@@ -209,14 +150,6 @@ class CudaExecutor:
         with self._driver.on(self._streams.swap_in):
             self._driver.record(end)
         self._driver.synchronize(end)
-
-    def finish(self, program: CudaProgram) -> None:
-        """Copy the state that stays in the pool between runs to the host. Other state is copied out by the runs."""
-        if program.admission.pool is None:
-            return
-        with self._faults(program), self._shared.exclusive:
-            self._adopt_thread()
-            self._copy_out([tensor for tensor in program.state if tensor.spill.at_start])
 
     def run(
         self,
@@ -228,8 +161,7 @@ class CudaExecutor:
     ) -> Result:
         """Run one inference. See `runtime.backend.ProgramRunner`.
 
-        `on_recording` gets every step of a traced run, or of a program with weights in its pool, which is issued step
-        by step. Otherwise it gets only the start and end of the inference.
+        `on_recording` gets every step of a traced run, otherwise only the start and end of the inference.
 
         Residents that the last run failed to restore are loaded again; if that fails, too, this run fails.
         """
@@ -237,24 +169,20 @@ class CudaExecutor:
         with self._faults(program):
             self._adopt_thread()
         start = time.perf_counter()
-        # Residents first: a failed epilogue leaves wrong bytes, and moved residents change the pool's layout.
+        # Residents first: a failed epilogue leaves wrong bytes.
         epilogue = self._transfers.take(program.residence)
         is_restored = epilogue is None or epilogue.error is None
         if program.admission.pool is None or program.residence in self._stale or not is_restored:
             self.load(program)
             epilogue = None
-        elif program.admission.moved:
-            self._return_to_places(program)
         with self._faults(program):
-            is_timed = traced or (on_recording is not None and program.has_pooled_weights)
-            watch = CudaStopwatch(self._driver, program) if is_timed else None
+            watch = CudaStopwatch(self._driver, program) if traced else None
             with self._transfers.paused(program.copying_s):
                 self._issue(program, inputs, watch, epilogue)
                 self._driver.synchronize(self._answered)
             # The outputs are ready; the epilogue runs after the answer.
             device_s = self._driver.seconds(self._began, self._answered)
             outputs = program.buffers.taken()
-            program.admission.moved = any(tensor.moves for tensor in program.pooled_residents)
             latency_s = time.perf_counter() - start
             self._submit_epilogue(program, watch)
         if watch is not None:
@@ -346,12 +274,10 @@ class CudaExecutor:
         the next pool that the dry run accepts is tried.
         """
         refused: MemoryExceeded | None = None
-        waste_bytes = min(
-            (op.scratch_bytes for op in program.graph.ops), default=0
-        )  # profiling adds it to every op
+        # Profiling adds the allocator's overhead to every op.
+        overhead_bytes = min((op.scratch_bytes for op in program.graph.ops), default=0)
         plan = program.plan
-        residents = [tensor.spill.tensor for tensor in program.pooled_residents]
-        pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, waste_bytes, residents)
+        pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, overhead_bytes)
         while program.admission.pool is None:
             try:
                 pool = next(pools)
@@ -359,16 +285,11 @@ class CudaExecutor:
                 raise refused or error from None
             program.admission.pool = pool
             try:
-                self._try_out(program)
+                self._first_run(program)
             except CohabitError as error:  # release the pool first: the next one has the same bytes
-                for tensor in program.offloaded:
-                    tensor.reset()
                 program.admission.pool = None
-                lacks_small_segment = (pool.refused_bytes or 0) == SMALL_SEGMENT_BYTES
                 pool.close()
-                if not isinstance(error, MemoryExceeded) or (
-                    program.has_pooled_weights and not lacks_small_segment
-                ):
+                if not isinstance(error, MemoryExceeded):
                     raise
                 refused = refused or error
         self._admitted.append(program)
@@ -389,34 +310,8 @@ class CudaExecutor:
             _log.warning("program is issued op by op, not as one graph", extra={"fields": fields})
         self._shared.note_memory(self._driver)
 
-    def _try_out(self, program: CudaProgram) -> None:
-        """Run a program for the first time, to initialise libraries. All state other than theirs is restored.
-
-        With weights in the pool, it runs until the pool's layout repeats: then no later run can run out of memory. The
-        first run adds segments for small tensors.
-        """
-        if not program.has_pooled_weights:
-            self._first_run(program)
-            return
-        found = set[Hashable]()
-        random = self._driver.random_state()
-        self._load_pool(program)
-        try:
-            with program.state_kept():
-                while (layout := program.pool.layout) not in found:
-                    if len(found) == _MOST_TRIALS:
-                        raise MemoryExceeded(
-                            f"{program.graph.name}: each of {_MOST_TRIALS} runs leaves another layout in its memory"
-                        )
-                    found.add(layout)
-                    self._first_run(program)
-                    self._return_to_places(program)
-        finally:
-            self._driver.set_random_state(random)
-        if program.state:
-            self._load_pool(program)
-
     def _first_run(self, program: CudaProgram) -> None:
+        """Run a program for the first time, to initialise libraries."""
         program.admission.choosing = True
         try:
             self.run(program, program.examples())
@@ -427,7 +322,7 @@ class CudaExecutor:
             program.admission.choosing = False
         _check_refusal(program, failed=False)
         self.settle()
-        if program.pool.held_bytes and not program.has_pooled_weights:
+        if program.pool.held_bytes:
             raise DeviceError(
                 f"{program.graph.name}: a library keeps {format_bytes(program.pool.held_bytes)} of its workspace after"
                 " an inference; memory that a library keeps must not be in the workspace"

@@ -1,8 +1,8 @@
 """Programs prepared for a CUDA device: schedule, copies, fixed buffers, pool, and captured graph."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,14 +17,11 @@ from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers, Shapes
 from cohabit.runtime.cuda.commands import Command, Forecast, IssueSchedule, schedule
 from cohabit.runtime.cuda.stores import PinnedMemory
-from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.options import Tf32
-from cohabit.runtime.shared_region.region import FetchPlan
-from cohabit.runtime.shared_region.relocatable import RelocatableModel
 
 ALIGNMENT_BYTES = 512
 """Rounding of torch's allocator."""
@@ -35,7 +32,6 @@ bit-equal at every budget, and no kernel can claim gigabytes."""
 _CHOOSES = "conv"
 """Substring of the names of operators whose library chooses kernels."""
 _READS_ON_HOST = ("item", "_local_scalar_dense")
-_RELOCATED = "its parameters lie elsewhere at every run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +63,6 @@ class AdmissionState:
     """Capture of smaller shapes has failed and is not tried again."""
     graph_bytes: int = 0
     """Device memory of `graph` and `residents` outside the arena."""
-    moved: bool = False
-    """The last run has moved residents in the pool."""
     choosing: bool = False
     """Libraries choose kernels in this run: scratch is limited to `MOST_SCRATCH_BYTES`."""
 
@@ -110,7 +104,8 @@ class CudaProgram(Program):
         """Copy the inputs in."""
         self.buffers.upload(frame, self.input_slots, self.device)
         for tensor in self.offloaded:
-            tensor.start(frame)
+            if tensor.spill.at_start:
+                tensor.adopt(frame)
 
     def compute(self, index: int, frame: Frame) -> None:
         """Launch one op's kernels."""
@@ -125,28 +120,6 @@ class CudaProgram(Program):
         self.buffers.download(values)
         frame[:] = [None] * len(frame)
 
-    @property
-    def pooled_residents(self) -> list[OffloadedTensor]:
-        """Residents allocated from the pool. Those that stay come first, so that they always lie in the same place."""
-        residents = [step.offloaded for step in self.residents if step.offloaded is not None]
-        return sorted(residents, key=lambda tensor: tensor.moves)
-
-    @property
-    def state(self) -> list[OffloadedTensor]:
-        """Weights that runs change; they are in the pool."""
-        return [t for t in self.offloaded if self.graph.tensors[t.spill.tensor].kind == "state"]
-
-    @contextmanager
-    def state_kept(self) -> Iterator[None]:
-        """Restore the state's host buffers after the block, which runs the program on trial."""
-        leaving = {step.tensor for step in self.swap_outs}
-        saved = [(t.pinned, t.pinned.clone()) for t in self.state if t.spill.tensor in leaving]
-        try:
-            yield
-        finally:
-            for pinned, before in saved:
-                pinned.copy_(before)
-
     def forget(self) -> None:
         """Drop the activations left by a failed inference."""
         for tensor in self.offloaded:
@@ -155,7 +128,6 @@ class CudaProgram(Program):
     def close(self, driver: Driver) -> None:
         """Release graphs, pool, buffers and spill buffers. No work may be in progress."""
         for tensor in self.offloaded:
-            tensor.reset()
             tensor.close()
         admission = self.admission
         driver.release(admission.graphs)
@@ -207,40 +179,6 @@ def _offloaded(tensor: OffloadedTensor | None) -> OffloadedTensor:
     return tensor
 
 
-class CudaRelocatableModel(RelocatableModel):
-    """Lasting programs have their own pool and graphs. Others share a pool and are issued command by command.
-
-    The workspace is at the arena's start.
-    """
-
-    is_admitted = True
-    unplaced: CudaProgram
-
-    def __init__(
-        self,
-        pinned: PinnedMemory,
-        lowered: Lowered,
-        plan: Plan,
-        profile: Profile | None,
-        arena: DeviceArena[torch.Tensor],
-        store: HostStore[Any],
-    ) -> None:
-        super().__init__(lowered, plan, profile, arena, store)
-        self.unplaced = prepare(pinned, lowered, self.unplaced, profile, arena, Bases(0, 0), store)
-        self._shared_admission = AdmissionState(refused=_RELOCATED)
-
-    def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> CudaProgram:
-        own = replace(self.unplaced, **self._changes(fetch_plan, blocking))
-        scheduled = schedule(own, join=not own.staged)
-        return replace(
-            own,
-            schedule=scheduled,
-            copies=_prepared_copies(scheduled, self._arena, self._store),
-            admission=AdmissionState(refused=own.admission.refused) if lasting else self._shared_admission,
-            borrows_buffers=True,
-        )
-
-
 def prepare(
     pinned: PinnedMemory,
     lowered: Lowered,
@@ -252,16 +190,14 @@ def prepare(
 ) -> CudaProgram:
     """Prepare a bound program for issuing; nothing runs. Any thread.
 
-    Raises UnsupportedPlan, and MemoryExceeded if its buffers cannot be pinned.
+    Raises MemoryExceeded if its buffers cannot be pinned.
     """
-    if program.has_pooled_weights and store.staged:
-        raise UnsupportedPlan(f"{program.name}: parameters without an address need pinned memory")
     scheduled = schedule(program, join=not store.staged)
     own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
     return CudaProgram(
         **own,
         schedule=scheduled,
-        copies=_prepared_copies(scheduled, arena, store),
+        copies=prepared_copies(scheduled, arena, store),
         buffers=Buffers(
             program.name,
             lowered.inputs,
@@ -297,8 +233,6 @@ def _pool_bytes(plan: Plan) -> int:
 
 def _obstacle(program: Program, *, staged: bool) -> str | None:
     """Return why a program cannot be captured, or None if nothing in its plan, store or trace prevents it."""
-    if program.has_pooled_weights:
-        return _RELOCATED
     if staged:
         return "its parameters are not pinned: copies pass through the staging ring, which the host fills"
     for instruction in program.draft.trace.instructions:
@@ -309,7 +243,7 @@ def _obstacle(program: Program, *, staged: bool) -> str | None:
     return None
 
 
-def _prepared_copies(
+def prepared_copies(
     scheduled: IssueSchedule, arena: DeviceArena[torch.Tensor], store: HostStore[torch.Tensor]
 ) -> tuple[Callable[[], None], ...]:
     """Return one call per copy of a schedule."""

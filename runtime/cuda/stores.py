@@ -19,7 +19,7 @@ from cohabit.runtime.cuda.decoding import EncodedCopy
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.weights import Manifest, Segment
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
-from cohabit.runtime.stores.host import decodings, find_table, read_weights, table_view
+from cohabit.runtime.stores.host import find_table, read_weights, table_view
 from cohabit.runtime.stores.pages import anonymous_memory, use_huge_pages
 
 RING_SLOTS = 3
@@ -94,8 +94,6 @@ class PinnedStore:
         self._pinned = pinned
         self._manifest = manifest
         self._host = pinned.take(manifest.file_bytes, path.parent.name)
-        self._decoded: dict[int, HostBytes] = {}
-        """Decoded host copies of encoded segments, for parameters in the pool."""
         read_weights(path, manifest, self._host, verify_reads=verify_reads)
         self._region = torch.from_numpy(self._host)
 
@@ -113,18 +111,6 @@ class PinnedStore:
         count = next(n for n, end in enumerate(ends, 1) if end >= nbytes)
         return list(self._manifest.segments[segment : segment + count])
 
-    def pinned(self, segment: int) -> torch.Tensor:
-        own = self._manifest.segments[segment]
-        stored = self._host[own.offset : own.offset + own.file_bytes]
-        if not own.is_encoded:
-            return torch.from_numpy(stored)
-        if segment not in self._decoded:
-            host = self._pinned.take(own.nbytes, f"segment {own.name}, decoded")
-            for part in decodings(own, stored, host):
-                part()
-            self._decoded[segment] = host
-        return torch.from_numpy(self._decoded[segment])
-
     def link_bytes(self, segment: int) -> int:
         return self._manifest.segments[segment].file_bytes
 
@@ -136,8 +122,7 @@ class PinnedStore:
         return pinned_spill_buffers(self._pinned, sizes)
 
     def close(self) -> None:
-        for host in (self._host, *self._decoded.values()):
-            self._pinned.release(host)
+        self._pinned.release(self._host)
 
 
 def pinned_spill_buffers(pinned: PinnedMemory, sizes: Sequence[int]) -> list[SpillBuffer]:
@@ -240,9 +225,6 @@ class StagedStore:
 
     def link_bytes(self, segment: int) -> int:
         return self._manifest.segments[segment].nbytes
-
-    def pinned(self, segment: int) -> torch.Tensor | None:
-        return None
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)

@@ -155,8 +155,6 @@ class _StaticsAt:
 def _require_relocatable(name: str, plan: Plan) -> None:
     if any(isinstance(step, SwapIn | SwapOut) for step in plan.steps):
         raise UnsupportedPlan(f"{name}: only a program whose plan keeps every parameter can move")
-    if plan.pooled:
-        raise UnsupportedPlan(f"{name}: only a program whose plan has addresses for its parameters can move")
 
 
 def _statics(calls: tuple[DraftCall, ...]) -> dict[int, int]:

@@ -10,6 +10,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,8 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend, Capture, Result
 from cohabit.runtime.binding.program import Program
-from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.errors import MemoryExceeded, UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.recording import OnRecording
@@ -51,6 +53,19 @@ SHARINGS = {
     "lru": Sharing("models", "whole"),
     "on_demand": Sharing("tensors", "on demand"),
 }
+
+
+def _open(
+    sharing: Sharing, backend: Backend, arena: DeviceArena[Any], workspace_bytes: int, region_bytes: int
+) -> "SharedRegion":
+    return SharedRegion(backend, sharing, arena, workspace_bytes, region_bytes)
+
+
+time_shared = partial(_open, SHARINGS["time_shared"])
+pipelined = partial(_open, SHARINGS["pipelined"])
+lru = partial(_open, SHARINGS["lru"])
+on_demand = partial(_open, SHARINGS["on_demand"])
+"""Each is a `runtime.backend.OpenLayout`."""
 
 
 @dataclass(slots=True)
@@ -100,19 +115,34 @@ class SharedRegion:
     def add(self, lowered: Lowered, plan: Plan, profile: Profile | None, store: HostStore[Any]) -> Program:
         """Prepare a plan that keeps every parameter, and return the program to run.
 
-        Raises MemoryExceeded if it can never run here, and the errors of `Backend.relocatable`.
+        Raises MemoryExceeded if it can never run here, and the errors of `Backend.build`.
         """
         if plan.memory.workspace_bytes > self._workspace_bytes:
             raise MemoryExceeded(
                 f"{lowered.name}: the plan has a workspace of {format_bytes(plan.memory.workspace_bytes)}, there are"
                 f" {format_bytes(self._workspace_bytes)} below the region that models share"
             )
-        relocatable = self._backend.relocatable(lowered, plan, profile, self._arena, store)
+        relocatable = self._relocatable(lowered, plan, profile, store)
         self.region.require(relocatable.uses)
         model = self._models[lowered.name, relocatable.unplaced.bucket] = _SharedModel(relocatable)
         if relocatable.is_admitted:
             self._admit(model)
         return relocatable.unplaced
+
+    def _relocatable(
+        self, lowered: Lowered, plan: Plan, profile: Profile | None, store: HostStore[Any]
+    ) -> RelocatableModel:
+        if isinstance(self._backend, CpuBackend):
+            self._backend.keep_activations(plan)
+            return RelocatableModel(lowered, plan, profile, self._arena, store)
+        from cohabit.runtime.cuda.backend import CudaBackend
+        from cohabit.runtime.shared_region.cuda import CudaRelocatableModel
+
+        if not isinstance(self._backend, CudaBackend):
+            raise UnsupportedPlan(
+                f"models on {self._backend.name} cannot share a region: choose --layout partitioned"
+            )
+        return CudaRelocatableModel(self._backend.pinned_memory, lowered, plan, profile, self._arena, store)
 
     def foresee(self, program: Program) -> None:
         """See `runtime.backend.ProgramRunner`. If whole models stay, this one is copied in during the next run."""

@@ -60,9 +60,6 @@ class RamStore:
     def link_bytes(self, segment: int) -> int:
         return self.manifest.segments[segment].file_bytes
 
-    def pinned(self, segment: int) -> torch.Tensor | None:
-        return None
-
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
         return table_view(self._bytes, table, table.offset)
@@ -140,9 +137,6 @@ class FileStore:
 
     def _is_changed(self) -> bool:
         return self._current_state() != self._state
-
-    def pinned(self, segment: int) -> torch.Tensor | None:
-        return None
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
@@ -276,9 +270,6 @@ class LimitedStore:
 
     def link_bytes(self, segment: int) -> int:
         return self._store.link_bytes(segment)
-
-    def pinned(self, segment: int) -> torch.Tensor | None:
-        return None
 
     def table(self, name: str) -> torch.Tensor:
         return self._store.table(name)

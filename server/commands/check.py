@@ -13,6 +13,7 @@ from cohabit.planner.errors import format_bytes
 from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
 from cohabit.server.config.sources import config_of, given, typed
 from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
+from cohabit.server.repository.scan import find
 
 if TYPE_CHECKING:
     from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
@@ -51,6 +52,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Check a model. Returns 0 if it can be served, in every memory size that was given; else 1."""
     settings = given(options, (*MEASURING, "batch_sizes"))
     config = config_of({"repository": str(options.model), "memory": "1B", **settings})
+    if not options.model.exists():
+        find(options.model)  # raises
     with errors.status(Text(f"{options.model}: starting torch")) as status:
         from cohabit.server.deploy.servability import report
 
@@ -107,9 +110,11 @@ def _show(found: "ServabilityReport", out: Console) -> None:
     out.print(f"least memory  {format_bytes(memory.least_bytes)} ({memory.least_bytes} bytes){note}")
     out.print(f"workspace     {memory.activations}", soft_wrap=True)
     out.print(_budgets(memory))
-    for budget in memory.budgets:
-        if budget.reason is not None:
-            out.print(f"{format_bytes(budget.memory_bytes)} is not enough: {budget.reason}", soft_wrap=True)
+    if refused := [budget for budget in memory.budgets if budget.reason is not None]:  # all for the same reason
+        sizes = ", ".join(format_bytes(budget.memory_bytes) for budget in refused)
+        out.print(f"not enough    {sizes}: {refused[-1].reason}", soft_wrap=True)
+    if any(budget.most_batch not in (None, max(found.batch_sizes)) for budget in memory.budgets):
+        out.print("batches       that are not planned run in parts: their activations take memory from parameters")
     verdict = "can be served" if found.servable else "cannot be served in every memory size of --memory"
     out.print(f"{found.name} {verdict}")
 
@@ -132,7 +137,7 @@ def _budgets(memory: "MemoryReport") -> Table:
     smallest, *_, largest = [*memory.resident_s, *memory.resident_s]
     buckets = dict.fromkeys((smallest, largest))
     timed = [heading for bucket in buckets for heading in (f"batch {bucket}", "over resident")]
-    table = make_table("memory", "of weights", "partition", "workspace", *timed)
+    table = make_table("memory", "of weights", "partition", "workspace", "batches", *timed)
     for budget in memory.budgets:
         share = percent(budget.memory_bytes / memory.weight_bytes) if memory.weight_bytes else "-"
         row = [format_bytes(budget.memory_bytes), share]
@@ -140,7 +145,11 @@ def _budgets(memory: "MemoryReport") -> Table:
             row += ["does not fit"]
         else:
             row += [format_bytes(budget.partition_bytes), format_bytes(budget.workspace_bytes)]
+            row.append(f"to {budget.most_batch}")
             for bucket in buckets:
+                if bucket not in budget.latency_s:
+                    row += ["in parts", ""]
+                    continue
                 row += [
                     milliseconds(budget.latency_s[bucket]),
                     gap(budget.latency_s[bucket], memory.resident_s[bucket]),

@@ -12,6 +12,7 @@ from cohabit.server.config.bundle import Bundle
 from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sources import add_flag, config_of, given
 from cohabit.server.format import gap, make_table, milliseconds, print_table
+from cohabit.server.repository.scan import scan
 
 _EXAMPLES = """examples:
   cohabit export-bundle models --memory 64MiB -o bundle && cohabit serve bundle
@@ -65,6 +66,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     needed = {"repository": options.repository, "memory": options.memory, "store": options.store}
     config = config_of({**needed, **given(options, _SETTINGS)})
     config = replace(config, engine="in-process", pack_weights=options.pack_weights)
+    scan(config.repository)  # raises if there is none
     with SearchProgress(errors) as progress:
         progress.doing("starting torch")
         from cohabit.server.deploy.bundle import export

@@ -19,6 +19,7 @@ from cohabit.server.config.sources import add_flag, config_of, given, typed
 from cohabit.server.config.values import rate, seconds_or_zero
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import gap, make_table, milliseconds, percent
+from cohabit.server.repository.scan import scan
 
 if TYPE_CHECKING:
     from cohabit.server.capacity.fit import Candidate, Fit, HighestRate
@@ -89,6 +90,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     given_rates = config.model_rates
     if options.rate is None and not given_rates:
         raise ConfigError("fit: give --rate R, the requests per second of all models, or --rates FILE")
+    scan(config.repository)  # raises if there is none
     with errors.status(Text(f"{options.repository}: starting torch")) as status:
         from cohabit.planner.library import Library
         from cohabit.server.capacity.fit import Capacity, shared_out

@@ -1,10 +1,9 @@
 """`cohabit import`: makes a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint."""
 
 import argparse
+import os
 import re
-import zipfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from cohabit.planner.compiled import INTERPRET
 from cohabit.planner.errors import format_bytes
 from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sizes import write_size
@@ -20,6 +20,8 @@ from cohabit.server.config.values import LARGEST_BATCH, integer
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import tensor_table
 from cohabit.server.importing.declared_input import largest_size, parse_input
+from cohabit.server.importing.model_files import require_checkpoint, require_whole
+from cohabit.server.script import require_script
 
 if TYPE_CHECKING:
     from cohabit.server.importing.entry import ImportedEntry
@@ -154,6 +156,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Import a model and print its entry. Raises ImportFailed, and other errors of loading."""
+    _require_source(options)
+    # The trial load has one plan, with everything resident: compiling the planner for it would take half a minute.
+    os.environ.setdefault(INTERPRET, "1")
     name = options.name or _default_name(options)
     with errors.status(Text(f"{name}: starting torch")) as status:
         from cohabit.server.importing.entry import EntryPlace, write_entry
@@ -207,44 +212,50 @@ def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) ->
     from cohabit.server.importing.huggingface import from_folder, is_folder
     from cohabit.server.importing.huggingface_inputs import Lengths
 
-    path = _folder_of(options)
-    lengths = Lengths(options.sequence_length, options.max_sequence_length)
-    if lengths.fixed is not None and lengths.most is not None:
-        raise ConfigError("--sequence-length and --max-sequence-length contradict one another; give one of them")
+    path, most = _folder_of(options), options.max_sequence_length
+    on_progress(f"loading {options.path}")
+    if options.factory is not None:
+        return from_factory(options.factory, options.inputs, path, options.key, most)
     if not path.is_dir():
-        _refuse_flags_of_folders(options)
+        return from_factory(options.path, options.inputs, most=most)
+    if not is_folder(path):
+        raise ConfigError(f"{path} is not a Hugging Face model directory: it has no config.json")
+    lengths = Lengths(options.sequence_length, most)
+    return from_folder(path, options.inputs, lengths, options.architecture, options.outputs)
+
+
+def _require_source(options: argparse.Namespace) -> None:
+    """Raise ConfigError or ImportFailed if PATH and the flags cannot be imported, before torch is imported."""
+    path = Path(options.path)
+    if options.sequence_length is not None and options.max_sequence_length is not None:
+        raise ConfigError("--sequence-length and --max-sequence-length contradict one another; give one of them")
     if options.key is not None and options.factory is None:
         raise ConfigError("--key is for checkpoints: name the function that makes the module with --factory")
-    on_progress(f"loading {options.path}")
+    function = options.path if options.factory is None else options.factory
     # With --factory, PATH is a checkpoint; else PATH's kind says how it is loaded.
     if options.factory is not None:
         if not _FACTORY.fullmatch(options.factory):
             raise ConfigError(f"--factory: '{options.factory}' is not MODULE:FUNCTION")
         if not path.is_file():
             raise ConfigError(f"{path} is not a checkpoint file, which --factory needs")
-        return from_factory(options.factory, options.inputs, path, options.key, lengths.most)
-    if path.is_dir():
-        if not is_folder(path):
-            raise ConfigError(f"{path} is not a Hugging Face model directory: it has no config.json")
-        return from_folder(path, options.inputs, lengths, options.architecture, options.outputs)
-    if path.is_file():  # refused: name what it is, and how to import or serve it
-        with suppress(OSError, zipfile.BadZipFile):
-            if any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist()):
-                raise ConfigError(
-                    f"{path} is a TorchScript file, which is not supported; write a function that makes the module, and"
-                    " import it as MODULE:FUNCTION"
-                )
-            if any(name.endswith("models/model.json") for name in zipfile.ZipFile(path).namelist()):
-                raise ConfigError(
-                    f"{path} is exported already; serve it as it is, as NAME/1/model.pt2 of a repository, and check it"
-                    f" with: cohabit check {path}"
-                )
+        require_checkpoint(path)
+    elif path.is_dir():
+        for weights in sorted(path.glob("*.safetensors")):
+            if weights.is_file():
+                require_whole(weights)
+        return
+    elif path.is_file():
+        require_checkpoint(path)
         raise ConfigError(f"{path} is a checkpoint; name the function that makes its module with --factory")
-    if not _FACTORY.fullmatch(options.path):
+    elif not _FACTORY.fullmatch(options.path):
+        if path.suffix not in _FILES and _HUB_NAME.fullmatch(options.path):
+            return
         raise ConfigError(
             f"{path} does not exist; give a folder, a hub's name, a checkpoint, MODULE:FUNCTION or FILE.py:FUNCTION"
         )
-    return from_factory(options.path, options.inputs, most=lengths.most)
+    _refuse_flags_of_folders(options)
+    if function.rpartition(":")[0].endswith(".py"):
+        require_script(function)
 
 
 def _folder_of(options: argparse.Namespace) -> Path:

@@ -42,4 +42,4 @@ def _shown(server: RemoteServer, index: list[dict[str, str]] | None = None) -> G
     metrics = server.metrics()
     words = workspace_words(metrics.activations)
     said = [Text(f"of a workspace, {words}")] if words else []
-    return Group(tables.models(server.index() if index is None else index, metrics.versions), *said)
+    return Group(tables.models(server.index() if index is None else index, metrics.versions, metrics.plans), *said)

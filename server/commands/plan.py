@@ -52,11 +52,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default="best",
         choices=(*SEARCHERS, *BASELINES),
         metavar="NAME",
-        help=f"how to search: {', '.join(SEARCHERS)}; best, streaming, offloading and genetic plan a partition and a"
+        help=f"how to search: {', '.join(SEARCHERS)}; best, genetic and offloading plan a partition and a"
         " workspace, as serving does, the others one budget. Baselines to compare with, for one budget:"
         f" {', '.join(BASELINES)} (default: %(default)s)",
     )
-    add_effort(parser, None)
+    add_effort(parser)
     parser.add_argument(
         "--output",
         type=Path,
@@ -129,8 +129,7 @@ def _plan(
     graph, searcher = measured.graph, options.search
     progress.doing(f"{graph.name} at batch {graph.bucket} in {memory.text}")
     plan = measured.search(searcher, memory, options, progress)
-    label = f"{searcher}-single" if options.single else searcher
-    path = write_plan(options.output, graph, plan, memory.text, label)
+    path = write_plan(options.output, graph, plan, memory.text, searcher)
     about = plan.provenance
     assert about is not None
     cells = [

@@ -19,7 +19,7 @@ from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError
 from cohabit.server.format import make_table, milliseconds, print_table
-from cohabit.server.importing.script import function_of_script
+from cohabit.server.script import function_of_script
 
 if TYPE_CHECKING:  # importing the planner is slow, and --help does not need it
     from cohabit.planner.tiling import TilingGraph, TilingPlan

@@ -17,7 +17,7 @@ from cohabit.server.commands import EXIT_FAILED, EXIT_INTERRUPTED
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer
 from cohabit.server.errors import ConfigError
-from cohabit.server.importing.script import function_of_script
+from cohabit.server.script import function_of_script
 
 if TYPE_CHECKING:
     from cohabit.runtime.training.loop import StepReport, Training, TrainingLoop

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from cohabit.planner.memory import parse_size
+from cohabit.planner.parts import Part, PartRegistry
 from cohabit.planner.shapes import ShapeBuckets
 from cohabit.server.config.setting import Setting, declared, flag, setting
 from cohabit.server.config.sizes import FixedSize, MemorySize, parse_bandwidth, parse_memory, write_size
@@ -29,7 +30,6 @@ from cohabit.server.config.values import (
 )
 from cohabit.server.errors import ConfigError
 
-Layout = Literal["partitioned", "elastic", "resident", "time_shared", "pipelined", "lru", "on_demand"]
 Store = Literal["ram", "file", "verified-file"]
 Weights = Literal["float32", "bfloat16", "int8"]
 LogFormat = Literal["text", "json"]
@@ -37,14 +37,17 @@ ClientShm = Literal["auto", "on", "off", "any-user"]
 ModelControl = Literal["none", "explicit", "poll"]
 OnOff = Literal["on", "off"]
 EngineMode = Literal["process", "in-process"]
-Search = Literal["best", "genetic", "streaming"]
+Search = Literal["best", "genetic"]
 
 MOST_WAITING = 8192
 """More than the connections and gRPC calls of one front end can have in flight: memory and timeouts bound queues."""
 _UNIX, _NAME = "unix:", "name:"
 _TRACE_RATE = 1000
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
-_PARTITIONED: tuple[Layout, ...] = ("partitioned", "elastic", "resident")
+PARTITIONED = ("partitioned", "elastic", "resident")
+"""Layouts in which each model has a partition."""
+LAYOUTS = PartRegistry("cohabit.layouts", dict.fromkeys(PARTITIONED, Part("")))
+"""Layouts by name. Those without partitions are a `runtime.backend.OpenLayout`; the others have no part to import."""
 
 
 def _commas(sizes: tuple[int, ...]) -> str:
@@ -80,12 +83,14 @@ class ServeConfig:
         "SIZE",
         write_size,
     )
-    layout: Layout = setting(
+    layout: str = setting(
         "partitioned",
         "--layout",
         "how models share the memory: a partition each (partitioned), whose sizes follow measured request rates"
         " (elastic); all weights resident (resident); one model at a time, copied before (time_shared) or while it"
         " computes (pipelined); LRU (lru, on_demand)",
+        metavar="NAME",
+        choices=LAYOUTS,
     )
     model_rates: Mapping[str, float] = setting(
         dict,
@@ -99,7 +104,7 @@ class ServeConfig:
     search: Search = setting(
         "best",
         "--search",
-        "how plans are searched for: streaming, genetic, or streaming with activation offloading if needed (best)",
+        "how plans are searched for: by the genetic search, with activation offloading if needed (best) or without",
     )
     device: str = setting(
         "cpu", "--device", "device that runs the models: cpu, cuda, or cuda:N", metavar="NAME", group="device"
@@ -181,10 +186,12 @@ class ServeConfig:
         integer(1, 16),
         "N",
     )
-    batch_sizes: tuple[int, ...] = setting(
-        (1, 2, 4, 8),
+    batch_sizes: tuple[int, ...] | None = setting(
+        None,
         "--batch-sizes",
-        "batch sizes to plan for; a request is padded to the next one, unless rows influence one another",
+        "batch sizes to plan for; a request is padded to the next one, or runs in parts if it is larger than the last,"
+        " unless rows influence one another (default: 1, 2, 4, 8, and max_batch_size and preferred_batch_size of"
+        " config.pbtxt)",
         batches,
         "N,N,...",
         _commas,
@@ -365,7 +372,7 @@ class ServeConfig:
     @property
     def has_partitions(self) -> bool:
         """Whether each model has its own memory."""
-        return self.layout in _PARTITIONED
+        return self.layout in PARTITIONED
 
     @property
     def plans_later(self) -> bool:

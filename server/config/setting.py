@@ -1,6 +1,6 @@
 """The declaration of one setting: its flag, environment variable, key in the file, help text and parser."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -40,7 +40,8 @@ class Setting:
     type: Any = str
     default: Any = None
     is_required: bool = False
-    choices: tuple[str, ...] = ()
+    choices: Collection[str] | None = None
+    """By default, those of a Literal type."""
 
     @property
     def key(self) -> str:
@@ -82,7 +83,7 @@ class Setting:
         return self._parsed(value, origin) if isinstance(value, str) else value
 
     def _parsed(self, text: str, origin: str) -> Any:
-        if self.choices and text not in self.choices:
+        if self.choices is not None and text not in self.choices:
             raise ConfigError(f"{origin}: '{text}' is none of {', '.join(self.choices)}")
         return parsed(origin, text, self.parse)
 
@@ -126,5 +127,5 @@ def declared(owner: type) -> Iterator[Setting]:
             type=kind,
             default=None if default is MISSING else default,
             is_required=default is MISSING,
-            choices=get_args(kind) if get_origin(kind) is Literal else (),
+            choices=get_args(kind) if get_origin(kind) is Literal else found.choices,
         )

@@ -74,7 +74,7 @@ def add_flag(parser: argparse._ActionsContainer, setting: Setting) -> None:
         if setting.is_switch:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options |= {"choices": setting.choices or None, "metavar": setting.metavar}
+            options |= {"choices": setting.choices, "metavar": setting.metavar}
         if setting.repeatable:
             options["action"] = "append"
         parser.add_argument(setting.flag, **options)

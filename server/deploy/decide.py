@@ -158,17 +158,28 @@ class Decider:
             return division_of(self._bundle, [model.source for model in models])
         partitions, at_start = self._memory.partitions, self._at_start
 
+        demands = [*(model.demand for model in others), *(model.whole_demand for model in models)]
+        is_cached = True
+
         def dividing() -> None:
-            self.is_divided_roughly = at_start and self._config.plans_later
+            nonlocal is_cached
+            is_cached = False
             on_divided()
 
-        return self._planner.division(
-            [*(model.demand for model in others), *(model.whole_demand for model in models)],
+        division = self._planner.division(
+            demands,
             self.memory_bytes if at_start else partitions.arena_bytes,
             partitions.workspace_bytes if others else 0,
             dividing,
             rough=at_start and self._config.plans_later,
         )
+        self.is_divided_roughly = (
+            at_start
+            and self._config.plans_later
+            and not is_cached
+            and not self._planner.is_planned(demands, division.workspace_bytes)
+        )
+        return division
 
     def _measured_memory(self, models: Sequence[Model]) -> int:
         """Return the memory for the initial models. Raises ConfigError if --process-memory leaves too little."""

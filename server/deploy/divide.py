@@ -13,10 +13,11 @@ from cohabit.planner.library import Library
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
-from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
+from cohabit.planner.sizing.problem import Division, ModelDemand, layout_name
+from cohabit.planner.sizing.shares import Curve
 from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.deploy.partitions import Partitions
-from cohabit.server.deploy.worker import WorkerProcesses, stage
+from cohabit.server.deploy.worker import WorkerProcesses, stage, wait_for_requests
 
 _DIVIDING = "dividing memory among the models"
 
@@ -30,7 +31,7 @@ class Planner:
     def __init__(self, config: ServeConfig, workers: WorkerProcesses) -> None:
         self._workers = workers
         self._searcher = config.search
-        self._layout: LayoutName = "partitioned" if config.layout == "elastic" else config.layout
+        self._layout = layout_name(config.layout)
         self._lanes = config.compute_lanes
         self._library = Library(cache_of(config))
 
@@ -46,8 +47,10 @@ class Planner:
     ) -> Division:
         """Return the division of memory among models. Calls `on_divided` first if it is not cached.
 
-        Unchanged plans may need `least_workspace_bytes`. With `rough`, an uncached division is made by a rule of thumb
-        and not stored. Raises InfeasibleBudget, or WorkerFailed with its message.
+        Latencies are read from the models' ladders if all have one. Otherwise they are estimated, with `rough` by a
+        rule of thumb; such a division is not stored. Unchanged plans may need `least_workspace_bytes`.
+
+        Raises InfeasibleBudget, or WorkerFailed with its message.
         """
         layout, lanes = self._layout, self._lanes
         known = None
@@ -57,8 +60,12 @@ class Planner:
             return known
         on_divided()
         call = self._workers.call_low_priority if low_priority else self._workers.call
-        division: Division = call(_divide, models, memory_bytes, layout, lanes, least_workspace_bytes, rough)
-        if not (least_workspace_bytes or rough):
+        ladders = [self._library.ladders(model, self._searcher) for model in models]
+        division: Division = call(
+            _divide, models, memory_bytes, layout, lanes, least_workspace_bytes, rough, ladders=ladders
+        )
+        is_planned = all(division.workspace_bytes in ladder for ladder in ladders)
+        if not least_workspace_bytes and (is_planned or not rough):
             self._library.store_division(models, memory_bytes, layout, lanes, division)
         return division
 
@@ -70,27 +77,42 @@ class Planner:
 
     def memory_for(self, model: ModelDemand, partitions: Partitions) -> Memory | None:
         """Return the free memory in which one more model is fastest; None if it fits nowhere."""
-        return self._workers.call(_memory_for, model, partitions)
+        return self._workers.call(_memory_for, model, partitions, self._library.ladders(model, self._searcher))
 
     def least_workspace(self, model: ModelDemand, memory_bytes: int) -> int:
         """Return the smallest workspace size worth trying for a model."""
         return self._workers.call(_least_workspace, model, memory_bytes)
 
+    def is_planned(self, models: Sequence[ModelDemand], workspace_bytes: int) -> bool:
+        """Whether every model has a complete ladder for this workspace."""
+        return all(workspace_bytes in self._library.ladders(model, self._searcher) for model in models)
+
     def known_plans(self, model: ModelDemand, memory: Memory) -> dict[Bucket, Plan] | None:
-        """Return the cached plans of a full search, if any."""
-        return self._library.plans(model, memory, self._searcher)
+        """Return the cached plans of a full search, for this memory or the largest rung within it, if any."""
+        known = self._library.plans(model, memory, self._searcher)
+        return known or self._library.plans_of_rung(model, memory, self._searcher)
 
     def quick_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
         """Return the first feasible plans. Raises InfeasibleBudget, or WorkerFailed with its message."""
         return self._workers.call(_plan, model, memory, None, self._searcher, quick=True)
 
-    def plans_by_size(self, model: ModelDemand, workspace_bytes: int) -> list[Mapping[Bucket, Plan]]:
-        """Return quick plans for partitions of several sizes, smallest first. Raises WorkerFailed."""
-        return self._workers.call_low_priority(_plans_by_size, model, workspace_bytes, self._searcher)
+    def first_plans_by_size(
+        self, model: ModelDemand, workspace_bytes: int
+    ) -> list[tuple[Mapping[Bucket, Plan], bool]]:
+        """Return the plans of each rung, smallest first, and whether they were searched; quick ones where there are
+        none. Raises WorkerFailed."""
+        return self._workers.call_low_priority(
+            _first_plans_by_size, model, workspace_bytes, self._library, self._searcher
+        )
+
+    def climb(self, model: ModelDemand, workspace_bytes: int) -> None:
+        """Search the plans of every rung that are not cached, and cache them. Raises WorkerFailed."""
+        if workspace_bytes not in self._library.ladders(model, self._searcher):
+            self._workers.call_low_priority(_climb, model, workspace_bytes, self._library, self._searcher)
 
     def best_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
-        """Return a full search's plans, and cache them. Raises as `quick_plans` does."""
-        known = self.known_plans(model, memory)
+        """Return a full search's plans for exactly this memory, and cache them. Raises as `quick_plans` does."""
+        known = self._library.plans(model, memory, self._searcher)
         return known or self._workers.call_low_priority(_plan, model, memory, self._library, self._searcher)
 
 
@@ -101,10 +123,17 @@ def _divide(
     lanes: int,
     least_workspace_bytes: int,
     rough: bool = False,
+    ladders: Sequence[Mapping[int, Curve]] = (),
 ) -> Division:
     with stage(_DIVIDING):
         division: Division = _planner("division").divide(
-            models, memory_bytes, layout, least_workspace_bytes=least_workspace_bytes, lanes=lanes, rough=rough
+            models,
+            memory_bytes,
+            layout,
+            least_workspace_bytes=least_workspace_bytes,
+            lanes=lanes,
+            rough=rough,
+            ladders=ladders,
         )
     return division
 
@@ -121,11 +150,11 @@ def _least_workspace(model: ModelDemand, memory_bytes: int) -> int:
         return min(_planner("fitting").workspaces_for(model, memory_bytes), default=0)
 
 
-def _memory_for(model: ModelDemand, partitions: Partitions) -> Memory | None:
+def _memory_for(model: ModelDemand, partitions: Partitions, ladders: Mapping[int, Curve]) -> Memory | None:
     with stage(f"planning model '{model.name}'"):
         fitting = _planner("fitting")
         free = partitions.memories(fitting.workspaces_for(model, partitions.arena_bytes))
-        found: Memory | None = fitting.fit(model, free)
+        found: Memory | None = fitting.fit(model, free, ladders)
     return found
 
 
@@ -133,13 +162,25 @@ def _plan(
     model: ModelDemand, memory: Memory, library: Library | None, searcher: str, quick: bool = False
 ) -> Mapping[Bucket, Plan]:
     with stage(f"planning model '{model.name}'"):
-        plans: Mapping[Bucket, Plan] = _planner("fitting").plan_model(model, memory, library, searcher, quick=quick)
+        near = [] if library is None else _planner("ladder").between(model, memory, library, searcher)
+        plans: Mapping[Bucket, Plan] = _planner("fitting").plan_model(
+            model, memory, library, searcher, quick=quick, neighbours=near, pause=wait_for_requests
+        )
     return plans
 
 
-def _plans_by_size(model: ModelDemand, workspace_bytes: int, searcher: str) -> list[Mapping[Bucket, Plan]]:
+def _climb(model: ModelDemand, workspace_bytes: int, library: Library, searcher: str) -> None:
     with stage(f"planning model '{model.name}'"):
-        plans: list[Mapping[Bucket, Plan]] = _planner("fitting").plans_by_size(model, workspace_bytes, searcher)
+        _planner("ladder").climb(model, workspace_bytes, library, searcher, wait_for_requests)
+
+
+def _first_plans_by_size(
+    model: ModelDemand, workspace_bytes: int, library: Library, searcher: str
+) -> list[tuple[Mapping[Bucket, Plan], bool]]:
+    with stage(f"planning model '{model.name}'"):
+        plans: list[tuple[Mapping[Bucket, Plan], bool]] = _planner("ladder").first_plans_by_size(
+            model, workspace_bytes, library, searcher
+        )
     return plans
 
 

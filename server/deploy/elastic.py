@@ -177,8 +177,8 @@ class Elastic:
         for load_id, model in models.items():
             if self._replanner.is_busy:
                 return
-            made = await in_thread(self._placement.planner.plans_by_size, model.demand, workspace_bytes)
-            found = [PlansFound(plans, searched=False) for plans in made]
+            made = await in_thread(self._placement.planner.first_plans_by_size, model.demand, workspace_bytes)
+            found = [PlansFound(plans, searched=searched) for plans, searched in made]
             by_size = {plans.memory.partition_bytes: plans for plans in found}
             self._sizes[load_id] = _Sizes(workspace_bytes, model.profiles, by_size)
 

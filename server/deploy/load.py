@@ -5,10 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from cohabit.runtime.backend import Backend
+from cohabit.runtime.backend import Backend, OpenLayout, SharedLayout
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.memory import DeviceArena
-from cohabit.runtime.shared_region.sharing import SharedRegion, Sharing
 from cohabit.server.config.machine import resident_bytes
 from cohabit.server.deploy.model import Model, Plans, Programs
 from cohabit.server.deploy.notices import (
@@ -40,7 +39,7 @@ class PartitionedMemory:
         """None until `open`."""
         self.models: dict[str, Model] = {}
         """Loaded models, by load id (`Model.load_id`)."""
-        self.shared: SharedRegion | None = None
+        self.shared: SharedLayout | None = None
         """The region that all models share; None if each has a partition."""
         self._admitted = 0
 
@@ -49,14 +48,14 @@ class PartitionedMemory:
         self.arena = self.backend.arena(arena_bytes)
         self.partitions.arena_bytes = arena_bytes
 
-    def share(self, sharing: Sharing) -> None:
+    def share(self, open_layout: OpenLayout) -> None:
         """Make the arena, except for the workspace, one shared region."""
         assert len(self.executors) == 1
         assert self.arena is not None
         workspace_bytes = self.partitions.workspace_bytes
         region_bytes = self.partitions.arena_bytes - workspace_bytes
         self.partitions.put(_SHARED, Extent(workspace_bytes, region_bytes))
-        self.shared = SharedRegion(self.backend, sharing, self.arena, workspace_bytes, region_bytes)
+        self.shared = open_layout(self.backend, self.arena, workspace_bytes, region_bytes)
 
     def assign_lanes(self, models: Sequence[Model]) -> None:
         """Assign planned models to compute lanes, counting the load of loaded models."""
@@ -117,7 +116,7 @@ class PartitionedMemory:
         log_stored(lowered)
         warn_of_changed_inputs(lowered)
         warn_of_random_ops(lowered)
-        most = max(lowered.batches)
+        most = model.largest_batch
         if config is not None and config.max_batch_size:
             most = min(most, config.max_batch_size)
         whole = describe(lowered, model.key.version, most, model.source.labels)

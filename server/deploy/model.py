@@ -50,6 +50,8 @@ class Model:
     profiles: dict[Bucket, Profile] = field(init=False)
     store: HostStore[Any] = field(init=False)
     """Host store of its parameters."""
+    largest_batch: int = field(init=False)
+    """Largest batch that clients may send; batches larger than the planned ones are split."""
     sequences: SequenceRules | None = None
     """How requests form sequences; None if they do not."""
 
@@ -135,6 +137,11 @@ class Model:
                 if p.provenance is not None
             },
             bound_s={b: p.provenance.bound_s for b, p in self.plans.items() if p.provenance is not None},
+            searches={
+                b: (p.provenance.searcher, p.provenance.evaluations)
+                for b, p in self.plans.items()
+                if p.provenance is not None
+            },
             lane=self.lane,
             activation_bytes={bucket: plan.pool_bytes or 0 for bucket, plan in self.plans.items()},
         )

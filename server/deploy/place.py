@@ -11,8 +11,7 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.heap import keep_freed_memory
 from cohabit.runtime.lowering.lower import NotCached
-from cohabit.runtime.shared_region.sharing import SHARINGS
-from cohabit.server.config.config import ServeConfig
+from cohabit.server.config.config import LAYOUTS, ServeConfig
 from cohabit.server.deploy.bundle import damaged, fitting_bundle
 from cohabit.server.deploy.decide import Decider, Resizing
 from cohabit.server.deploy.divide import Planner
@@ -67,6 +66,8 @@ class ModelPlacement:
         self.on_change: Callable[[Model], None] = lambda model: None
         """Called when a model's partition or plans have changed."""
         self._lanes = lanes
+        for number, lane in enumerate(lanes):
+            lane.on_waiting = partial(workers.set_waiting, number)
         self._preparing = asyncio.Semaphore(MOST_PREPARING)
         self._changing = asyncio.Lock()
         """Held while a model's plans or extent change."""
@@ -268,8 +269,8 @@ class ModelPlacement:
         only_these = config.model_control == "none" and config.has_partitions
         self.memory.open(taken if only_these else self.decider.memory_bytes)
         partitions.grow_workspace(workspace)
-        if config.layout in SHARINGS and memories:
-            self.memory.share(SHARINGS[config.layout])
+        if not config.has_partitions and memories:
+            self.memory.share(LAYOUTS[config.layout])
 
     async def _reason(self, source: ModelSource, error: Exception) -> str:
         """Return why a model cannot be loaded, including a bundle's damaged files."""

@@ -14,7 +14,7 @@ import torch
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import DEFAULT_BUCKETS, Bucket, ShapeBuckets
 from cohabit.runtime.backend import Backend
-from cohabit.runtime.devices import open_device
+from cohabit.runtime.devices import DeviceOptions, open_device
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering import packing
@@ -39,6 +39,7 @@ from cohabit.server.triton.sequences import rules_of, state_names, with_sequence
 _log = logging.getLogger("cohabit.models")
 
 OnProgress = Callable[[str, str], None]
+DEFAULT_BATCHES = (1, 2, 4, 8)
 SHAPE_BUCKETS = "cohabit.shape_buckets"
 """Key of `parameters` in a ModelConfig."""
 _PAUSE, _LONGEST_PAUSE_S = 2.0, 0.5
@@ -55,13 +56,8 @@ def open_backend(config: ServeConfig) -> Backend:
     rebuilds_on_restart = config.engine == "process" and config.bundle is None
     link = config.link_bandwidth_bytes_per_s
     memory_bytes, _ = available_memory()
-    return open_device(
-        config.device,
-        link,
-        verify_reads=config.verifies_reads,
-        lost_on_change=rebuilds_on_restart,
-        host_memory_bytes=memory_bytes,
-    )
+    options = DeviceOptions(link, config.verifies_reads, rebuilds_on_restart, memory_bytes)
+    return open_device(config.device, options)
 
 
 def set_up_torch(config: ServeConfig) -> None:
@@ -167,7 +163,8 @@ def _made(
     model = Model(source, _rate(source, config))
     with stage(f"lowering model '{name}'"), _pausing(throttle):
         lowered = _with_config_names(source, lowered_by())
-        model.sequences = _checked_rules(source, lowered)
+        model.largest_batch = _largest_batch(source, lowered, config)
+        model.sequences = _checked_rules(source, lowered, model.largest_batch)
     with stage(f"opening the weights of model '{name}'"), _pausing(throttle):
         model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     try:
@@ -315,12 +312,23 @@ def machine_of(config: ServeConfig) -> str:
 
 
 def wanted_batches(source: ModelSource, config: ServeConfig) -> list[int]:
-    """Return the batch sizes to plan. A config.pbtxt caps them, and adds its maximum and preferred sizes."""
-    most = source.config.max_batch_size if source.config is not None else 0
-    preferred = source.policy.preferred_batches
-    if most <= 0:
-        return sorted({*config.batch_sizes, *preferred})
-    return sorted({b for b in (*config.batch_sizes, *preferred) if b < most} | {most})
+    """Return the batch sizes to plan: those of --batch-sizes, or the defaults, up to the maximum of config.pbtxt."""
+    most = _max_batch(source)
+    sizes = config.batch_sizes or {*DEFAULT_BATCHES, *source.policy.preferred_batches, most or 1}
+    return sorted(b for b in sizes if b <= most or not most) or [most]
+
+
+def _largest_batch(source: ModelSource, lowered: Lowered, config: ServeConfig) -> int:
+    """Return the largest batch that clients may send, which may be larger than the planned ones.
+
+    With --batch-sizes, it is the maximum of config.pbtxt; otherwise the maximum is planned, and must be possible.
+    """
+    planned = max(lowered.batches)
+    return max(planned, _max_batch(source)) if config.batch_sizes is not None and lowered.batched else planned
+
+
+def _max_batch(source: ModelSource) -> int:
+    return 0 if source.config is None else max(source.config.max_batch_size, 0)
 
 
 def wanted_buckets(source: ModelSource, config: ServeConfig) -> ShapeBuckets:
@@ -349,11 +357,11 @@ def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:
     return replace(lowered, inputs=inputs, outputs=outputs)
 
 
-def _checked_rules(source: ModelSource, lowered: Lowered) -> SequenceRules | None:
+def _checked_rules(source: ModelSource, lowered: Lowered, largest_batch: int) -> SequenceRules | None:
     """Return a model's sequence rules, if it has any. Raises if config.pbtxt contradicts the model."""
     if source.config is None:
         return None
-    info = describe(lowered, source.version, max(lowered.batches))
+    info = describe(lowered, source.version, largest_batch)
     rules = rules_of(source.config, info, {name: path for name, (path, _) in source.state_files.items()})
     if (reason := config_mismatch(source.config, with_sequences(info, rules))) is not None:
         raise UnsupportedModel(reason)

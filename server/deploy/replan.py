@@ -39,6 +39,8 @@ class Replanner:
         self._placement = placement
         self._lanes = lanes
         self._background = Background()
+        self._climbing = Background()
+        self._climbs = asyncio.Lock()
         self._measured_again: set[str] = set()
         """Load ids (`Model.load_id`)."""
 
@@ -54,7 +56,7 @@ class Replanner:
     def begin(self, models: Sequence[Model], *, plan_next_start: bool = False) -> None:
         """Improve models with quick plans in the background, one after the other.
 
-        With `plan_next_start`, the next start of these models is planned after that.
+        With `plan_next_start`, the next start of these models is planned after that. Then every partition size is.
         """
         quick = [model.key.name for model in models if not model.searched]
         if quick or (plan_next_start and self._placement.decider.is_divided_roughly):
@@ -63,10 +65,41 @@ class Replanner:
             self._background.keep("searching better plans", partial(self._improve_all, models, plan_next_start))
         else:
             warn_of_noise(models, measured_again=self.measures_again)
+            self._begin_ladders(models)
+
+    def _begin_ladders(self, models: Sequence[Model]) -> None:
+        """Plan every partition size of these models in the background, unless plans are made before the start."""
+        if self._config.plans_later and self._config.has_partitions and self._config.bundle is None:
+            self._climbing.keep("planning every partition size", partial(self._climb_all, models))
+
+    async def _climb_all(self, models: Sequence[Model]) -> None:
+        """Plan the ladder of each model, then its current size from the rungs next to it."""
+        async with self._climbs:
+            for model in models:
+                await self._climb(model)
+            fields = {"models": [model.key.name for model in models]}
+            _log.info("every partition size is planned", extra={"fields": fields})
+            await in_thread(self._placement.workers.release)
+
+    async def _climb(self, model: Model) -> None:
+        """Plan a model's ladder and its current size. Logs a CohabitError."""
+        placement = self._placement
+        if model.is_provisional or placement.is_displaced(model):
+            return
+        begun, demand = model.found, model.demand
+        try:
+            await in_thread(placement.planner.climb, demand, begun.memory.workspace_bytes)
+            plans = await in_thread(placement.planner.best_plans, demand, begun.memory)
+            if _is_better(plans, begun.plans):
+                await placement.replan(model, begun.plans, plans, model.profiles)
+        except CohabitError as error:
+            fields = {**model.key.fields, "reason": str(error)}
+            _log.warning("not every partition size is planned", extra={"fields": fields})
 
     async def close(self) -> None:
         """Cancel pending searches; models stay as they are."""
         await self._background.close()
+        await self._climbing.close()
 
     async def watch(self) -> None:
         """Check profiles after each interval in which little was computed, until cancelled."""
@@ -113,6 +146,7 @@ class Replanner:
             raise failed
         warn_of_noise(models, measured_again=self.measures_again)
         if not plan_next_start:
+            self._begin_ladders(models)
             return
         if not any(model.is_provisional for model in models):
             try:
@@ -120,6 +154,7 @@ class Replanner:
             except CohabitError as error:
                 _log.warning("the next start is not planned", extra={"fields": {"reason": str(error)}})
             _log.info("every model has been measured and planned")
+        self._begin_ladders(models)
         await in_thread(self._placement.workers.release)
 
     async def _plan_next_start(self, models: Sequence[Model]) -> None:

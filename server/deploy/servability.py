@@ -7,13 +7,14 @@ import msgspec
 
 from cohabit.planner.errors import CohabitError, InfeasibleBudget
 from cohabit.planner.sizing.demand import MemoryDemand
-from cohabit.planner.sizing.fitting import plan_model, split_budget
+from cohabit.planner.sizing.division import divide
+from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.runtime.lowering.encoding.choice import Encoding
 from cohabit.runtime.lowering.validation import Validation
 from cohabit.server.activations import Activations, workspace_words
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.config.sizes import FixedSize, MemorySize, ShareOfWeights
+from cohabit.server.config.sizes import MemorySize, ShareOfWeights
 from cohabit.server.deploy.model import Model
 from cohabit.server.deploy.notices import linear_forms, random_ops, stored_words
 from cohabit.server.deploy.prepare import lowered_and_measured, open_backend
@@ -36,6 +37,8 @@ class BudgetReport(msgspec.Struct, frozen=True):
     """Why the model does not fit."""
     partition_bytes: int | None = None
     workspace_bytes: int | None = None
+    most_batch: int | None = None
+    """Largest planned batch; larger ones run in parts."""
     latency_s: dict[str, float] = {}
     """By bucket."""
 
@@ -116,7 +119,7 @@ def report(
         None,
         refused,
         ignored,
-        with_sequences(describe(lowered, model.source.version, max(lowered.batches)), model.sequences),
+        with_sequences(describe(lowered, model.source.version, model.largest_batch), model.sequences),
         lowered.batches,
         lowered.interaction,
         memory,
@@ -130,19 +133,20 @@ def report(
 
 
 def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) -> MemoryReport:
-    demand, manifest = model.demand, model.lowered.manifest
+    demand, manifest = model.whole_demand, model.lowered.manifest
     kept = MemoryDemand.of(demand)
-    least = kept.with_offloading().least_bytes
-    shares = map(ShareOfWeights, _SHARES) if model.weight_bytes else ()  # fractions of no weights are 0 bytes
-    tried = dict.fromkeys(size.of(model.weight_bytes) for size in budgets or (FixedSize(least), *shares))
+    fewest = MemoryDemand.of(demand.up_to(min(demand.batches)) if demand.splits_batches else demand)
+    least = fewest.with_offloading().least_bytes
+    shares = [share.of(model.weight_bytes) for share in map(ShareOfWeights, _SHARES)]
+    sizes = [size.of(model.weight_bytes) for size in budgets] or [least, *(size for size in shares if size > least)]
     return MemoryReport(
         model.weight_bytes,
         manifest.segment_bytes,
         manifest.table_bytes,
         least,
-        kept.least_bytes,
+        fewest.least_bytes,
         {str(bucket): profile.compute_s for bucket, profile in sorted(demand.profiles.items())},
-        tuple(_budget(demand, memory_bytes, config.search) for memory_bytes in tried),
+        tuple(_budget(demand, memory_bytes, config.search) for memory_bytes in dict.fromkeys(sizes)),
         {str(bucket): footprint.activation_bytes for bucket, footprint in sorted(kept.footprints.items())},
         workspace_words(
             Activations(demand.name, bucket.batch, str(bucket), footprint.activation_bytes)
@@ -152,11 +156,13 @@ def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) ->
 
 
 def _budget(demand: ModelDemand, memory_bytes: int, searcher: str) -> BudgetReport:
+    """Divide a size as a server with this model alone does, which may leave out its largest batches."""
     try:
-        memory = split_budget(demand.graphs, demand.profiles, memory_bytes)
-        plans = plan_model(demand, memory, None, searcher, quick=True)
+        division = divide([demand], memory_bytes)
+        (memory,), (most_batch,) = division.memories, division.most_batches
+        plans = plan_model(demand.up_to(most_batch), memory, None, searcher, quick=True)
     except InfeasibleBudget as error:
         return BudgetReport(memory_bytes, load_reason(demand.name, error))
     made = {str(bucket): plan.provenance for bucket, plan in plans.items()}
     latencies = {bucket: provenance.latency_s for bucket, provenance in made.items() if provenance is not None}
-    return BudgetReport(memory_bytes, None, memory.partition_bytes, memory.workspace_bytes, latencies)
+    return BudgetReport(memory_bytes, None, memory.partition_bytes, memory.workspace_bytes, most_batch, latencies)

@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -46,6 +48,7 @@ _KILLED_S = 1.0
 """A killed process exits within this time, unless its device hangs."""
 _DEVICE_RELEASED_S = 10.0
 """The same for a process with a CUDA device, whose driver releases memory first."""
+_POLL_S = 1.0
 _NICENESS = 10
 """The kernel schedules the engine's threads first."""
 
@@ -64,6 +67,23 @@ class _Failure(NamedTuple):
     reason: str
     """The message of an expected error, else the stage that failed."""
     traceback: str | None = None
+
+
+QUIET_S = 0.005
+"""Low-priority calls continue once no request has been waiting for this long."""
+_waiting: Any = None
+"""In a low-priority process: shared bytes, one per lane, that are set while the lane has requests."""
+
+
+def wait_for_requests() -> None:
+    """Wait until the server has answered its requests. Returns at once in other processes."""
+    if _waiting is None or not any(_waiting):
+        return
+    quiet_since_s = time.monotonic()
+    while time.monotonic() - quiet_since_s < QUIET_S:
+        time.sleep(QUIET_S / 2)
+        if any(_waiting):
+            quiet_since_s = time.monotonic()
 
 
 EXPECTED = CohabitError, OSError, MemoryError
@@ -116,7 +136,8 @@ class WorkerProcesses:
     """Processes started on demand, each running one call at a time. Any thread may call.
 
     Calls have two priorities. High-priority calls run at once, in processes with the JIT disabled: compiling takes
-    longer than planning a few models. Low-priority calls run one at a time, in processes that compile.
+    longer than planning a few models. Low-priority calls run one at a time, in processes that compile; searches in them
+    pause while requests wait.
     """
 
     def __init__(
@@ -126,6 +147,7 @@ class WorkerProcesses:
         log_format: LogFormat = "text",
         *,
         inline: bool = False,
+        lanes: int = 1,
     ) -> None:
         """Kill processes whose call exceeds `timeout_s`, and run at most `most` high-priority calls at a time.
 
@@ -133,6 +155,7 @@ class WorkerProcesses:
         """
         self.inline = inline
         """The caller may set it to False, once its process has other work."""
+        self._waiting = multiprocessing.get_context("spawn").RawArray("b", lanes)
         self._timeout_s = timeout_s
         self._log_format = log_format
         self._slots = {False: threading.Semaphore(most), True: threading.Semaphore(1)}
@@ -140,6 +163,10 @@ class WorkerProcesses:
         self._idle: list[_WorkerProcess] = []
         self._busy: set[_WorkerProcess] = set()
         self._closed = False
+
+    def set_waiting(self, lane: int, waiting: bool) -> None:
+        """Tell low-priority processes whether a lane has requests; their searches pause while any lane has."""
+        self._waiting[lane] = waiting
 
     def call(self, function: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         """Call a module-level function in a process, and wait. Raises WorkerFailed if it fails or its process dies."""
@@ -208,7 +235,8 @@ class WorkerProcesses:
             return process
 
     def _new_process(self, low_priority: bool, modules: Sequence[str] = ()) -> "_WorkerProcess":
-        return _WorkerProcess(self._log_format, low_priority, modules)
+        waiting = self._waiting if low_priority else None
+        return _WorkerProcess(self._log_format, low_priority, modules, waiting)
 
     def _recycle(self, process: "_WorkerProcess", module: str) -> None:
         """Keep one idle process per priority and module, because starting one takes seconds.
@@ -242,15 +270,16 @@ class WorkerProcesses:
 class _WorkerProcess:
     """A process that answers calls over a pipe, one at a time."""
 
-    def __init__(self, log_format: LogFormat, low_priority: bool, modules: Sequence[str]) -> None:
+    def __init__(self, log_format: LogFormat, low_priority: bool, modules: Sequence[str], waiting: Any) -> None:
         self.low_priority = low_priority
+        self._waiting = waiting
         self.modules = set(modules)
         """Imported modules."""
         self.holds_device = False
         """Whether a call has opened a CUDA device, as of the last answer."""
         context = multiprocessing.get_context("spawn")
         self._pipe, others = context.Pipe()
-        arguments = others, log_format, {} if low_priority else _INTERPRETED, modules
+        arguments = others, log_format, {} if low_priority else _INTERPRETED, modules, waiting
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         others.close()  # so that the pipe ends with the process
@@ -258,10 +287,16 @@ class _WorkerProcess:
     def call(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float | None
     ) -> tuple[Any, _Failure | None]:
-        """Return the result, or the failure. Raises EOFError or ConnectionError if it dies, or TimeoutError."""
+        """Return the result, or the failure. Raises EOFError or ConnectionError if it dies, or TimeoutError.
+
+        The time limit does not count time in which the call may pause for requests.
+        """
         self._pipe.send((function, args, kwargs))
-        if not self._pipe.poll(timeout_s):
-            raise TimeoutError
+        left_s = math.inf if timeout_s is None else timeout_s
+        while not self._pipe.poll(min(left_s, _POLL_S) if self._waiting is not None else timeout_s):
+            left_s -= 0.0 if self._waiting is not None and any(self._waiting) else _POLL_S
+            if self._waiting is None or left_s <= 0:
+                raise TimeoutError
         result, failure, self.holds_device = self._pipe.recv()
         return result, failure
 
@@ -273,7 +308,11 @@ class _WorkerProcess:
 def worker_processes(config: ServeConfig) -> WorkerProcesses:
     """Return the processes that prepare and plan. With the engine in process, calls run inline until it serves."""
     return WorkerProcesses(
-        PREPARING_S, MOST_PREPARING + MOST_PLANNING, config.log_format, inline=not config.prepares_in_workers
+        PREPARING_S,
+        MOST_PREPARING + MOST_PLANNING,
+        config.log_format,
+        inline=not config.prepares_in_workers,
+        lanes=config.compute_lanes,
     )
 
 
@@ -291,8 +330,11 @@ def _serve(
     log_format: LogFormat,
     environment: Mapping[str, str],
     modules: Sequence[str],
+    waiting: Any,
 ) -> None:
     """Answer calls until the pipe ends, with low priority, few rights, and no interrupts from the terminal."""
+    global _waiting
+    _waiting = waiting
     os.nice(_NICENESS)
     configure_logging(log_format)
     no_new_privileges()

@@ -60,6 +60,8 @@ class ComputeLane:
         """Why the lane can no longer execute, or None while the device works."""
         self._waiting: dict[Ticket, asyncio.Future[tuple[Answer, float]]] = {}
         """Each request's answer and end of execution. Cancelled requests stay until they have been executed."""
+        self.on_waiting: Callable[[bool], None] = lambda waiting: None
+        """Called with True when requests begin to wait for their answers, and with False once none does."""
         self._turns = Turns()
         self._ending_sequences: set[asyncio.Task[None]] = set()
         self._alarm: asyncio.TimerHandle | None = None
@@ -158,6 +160,8 @@ class ComputeLane:
             raise
         future: asyncio.Future[tuple[Answer, float]] = self._loop.create_future()
         self._waiting[ticket] = future
+        if len(self._waiting) == 1:
+            self.on_waiting(True)
         if ticket.expires:
             self._watch_deadlines()
         try:
@@ -325,7 +329,10 @@ class ComputeLane:
         """Remove a completed request, and return its future unless it was already removed."""
         self.device.on_spans.pop(ticket, None)
         self._answered.set()
-        return self._waiting.pop(ticket, None)
+        future = self._waiting.pop(ticket, None)
+        if future is not None and not self._waiting:
+            self.on_waiting(False)
+        return future
 
     def _sequences_of(self, ticket: Ticket) -> Sequences | None:
         load = self.device.loads.get(ticket.load_number)

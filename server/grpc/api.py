@@ -204,7 +204,7 @@ class InferenceCalls:
 
     def _tracing(self, traceparent: str | None) -> AbstractContextManager[RequestTrace | None]:
         tracer = self._plane.tracer
-        return tracer.request(traceparent) if traceparent is not None or tracer.traces_all else nullcontext()
+        return tracer.request(traceparent) if traceparent is not None or tracer.samples else nullcontext()
 
     async def _infer(self, data: bytes, left_s: float | None, unsent: CallAnswers) -> tuple[Any, Lease]:
         """Answer a request, and hold its memory; `left_s` is the time to the call's own deadline."""

@@ -165,7 +165,7 @@ def _traced(tracer: Tracer) -> Middleware:
     @web.middleware
     async def traced(request: web.Request, handler: Handler) -> web.StreamResponse:
         traceparent = request.headers.get(HEADER)
-        if traceparent is None and not tracer.traces_all:
+        if traceparent is None and not tracer.samples:
             return await _answered(request, handler)
         with tracer.request(traceparent) as trace:
             response = await _answered(request, handler)

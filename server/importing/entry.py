@@ -7,13 +7,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from cohabit.runtime.lowering.encoding.choice import cosine
-from cohabit.runtime.lowering.interaction import REDUCED_TOLERANCES, TOLERANCE, comparable, difference
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
@@ -21,10 +20,11 @@ from cohabit.server.config.values import shape_buckets
 from cohabit.server.deploy.lifecycle import open_placement
 from cohabit.server.deploy.notices import random_ops, stored_words
 from cohabit.server.deploy.options import WEIGHTS
-from cohabit.server.deploy.prepare import SHAPE_BUCKETS
+from cohabit.server.deploy.prepare import DEFAULT_BATCHES, SHAPE_BUCKETS
 from cohabit.server.engine.compute_lane import make_lanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
+from cohabit.server.importing.comparison import Different, EagerComparison
 from cohabit.server.importing.exporting import export, save
 from cohabit.server.importing.subject import ONE_TOKEN, Subject, Tensors
 from cohabit.server.ipc.model import GENERATION, TOKENIZER, ModelInfo
@@ -43,11 +43,6 @@ _SAMPLE_DECIMALS = 3
 _LOGITS = "logits"
 _ROWS = (1, 2, 3)
 """Batch sizes to compare, besides the largest; a batch of 3 is padded."""
-_ROUNDING = 2.0
-"""If an output exceeds the tolerance, its distance from float64 counts as rounding up to this multiple of eager
-PyTorch's distance."""
-_MOST_ROUNDING = 1e-2
-"""Maximum distance from float64 that counts as rounding, relative to the output's largest value."""
 _UNLIMITED = FixedSize(1 << 50)
 
 
@@ -165,7 +160,7 @@ def write_entry(
                     )
                 _copy_configuration(place.folder, folder)
             # Only `place.put` changes the entry, after a successful comparison.
-            loading = _loading(config, Path(staging), max_batch)
+            loading = _loading(config, Path(staging), None if place.versions else max_batch)
             if subject.decoding is not None:
                 loading = replace(loading, shape_buckets=shape_buckets(subject.decoding.shape_buckets))
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
@@ -208,9 +203,14 @@ def _copy_configuration(entry: Path, folder: Path) -> None:
             shutil.copytree(path, folder / path.name)
 
 
-def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConfig:
-    """Return settings that hold all of the model, and plan the batch sizes that its config.pbtxt leads to."""
-    planned = tuple(sorted({b for b in config.batch_sizes if b < max_batch} | {max_batch}))
+def _loading(config: ServeConfig, repository: Path, max_batch: int | None) -> ServeConfig:
+    """Return settings that hold all of the model, and plan the batch sizes that its config.pbtxt leads to.
+
+    `max_batch` is the maximum of a config.pbtxt that is still to be written; None if the entry has one.
+    """
+    planned = None
+    if max_batch is not None and max_batch > 1:
+        planned = tuple(sorted({b for b in DEFAULT_BATCHES if b < max_batch} | {max_batch}))
     return replace(
         config,
         repository=repository,
@@ -218,7 +218,7 @@ def _loading(config: ServeConfig, repository: Path, max_batch: int) -> ServeConf
         layout="resident",
         engine="in-process",
         is_trial=True,
-        batch_sizes=planned if max_batch > 1 else config.batch_sizes,
+        batch_sizes=planned,
     )
 
 
@@ -262,12 +262,21 @@ async def _compared(
             on_progress("comparing with eager PyTorch")
         if model.lowered.encoding is not None:
             tolerance = math.inf  # its cosines measure its quality instead
-        comparison = _Comparison(subject, model.servable, tolerance or _usual_tolerance(subject))
-        errors = {count: comparison.largest_error(count, count) for count in rows}
+        servable, outputs = model.servable, [port.name for port in model.servable.outputs]
+        comparison = EagerComparison(subject, partial(_answer, servable), outputs, tolerance)
+
+        def error(count: int, seed: int) -> float:
+            try:
+                return comparison.largest_error(subject.examples(count, seed), f"at batch {count}")
+            except Different as different:
+                limit = f"the limit is {comparison.tolerance:.0e} (--tolerance)"
+                raise ImportFailed(f"{different}; {limit}. Nothing was written") from different
+
+        errors = {count: error(count, count) for count in rows}
         # One token may be a special case in the program, if the sequence length is dynamic.
         if rows and subject.most_tokens and all(d.least == 1 for d in info.dynamic.dimensions):
             least = min(errors)
-            errors[least] = max(errors[least], comparison.largest_error(least, ONE_TOKEN))
+            errors[least] = max(errors[least], error(least, ONE_TOKEN))
         return ImportedEntry(
             folder,
             info,
@@ -282,71 +291,25 @@ async def _compared(
         placement.close()
 
 
-def _stored(lowered: Lowered, comparison: "_Comparison") -> tuple[str, ...]:
+def _answer(servable: ProgramServable, inputs: Tensors) -> list[torch.Tensor]:
+    """Return a servable's outputs in order, for inputs of one batch."""
+    arrays = {port.name: array_of(inputs[port.name]) for port in servable.inputs}
+    rows = len(next(iter(arrays.values()))) if servable.info.max_batch_size else 1
+    answered = servable.execute([arrays], rows).outputs
+    return [
+        torch.tensor(float32_of_bf16(array) if port.dtype is torch.bfloat16 else array)
+        for port in servable.outputs
+        for array in [answered[port.name]]
+    ]
+
+
+def _stored(lowered: Lowered, comparison: EagerComparison) -> tuple[str, ...]:
     """Return the size of the stored weights, and the loss of lossy ones on the examples."""
     if (words := stored_words(lowered)) is None:
         return ()
     if lowered.encoding is not None and comparison.cosines:
         words += f". On the examples, the least cosine with eager PyTorch's is {min(comparison.cosines):.5f}"
     return (words,)
-
-
-def _usual_tolerance(subject: Subject) -> float:
-    dtypes = {tensor.dtype for tensor in subject.module.state_dict().values()}
-    return max((REDUCED_TOLERANCES.get(dtype, TOLERANCE) for dtype in dtypes), default=TOLERANCE)
-
-
-class _Comparison:
-    """Compares a servable's answers with eager PyTorch, and with float64 if they differ by more than the tolerance."""
-
-    def __init__(self, subject: Subject, servable: ProgramServable, tolerance: float) -> None:
-        self._subject = subject
-        self._servable = servable
-        self._tolerance = tolerance
-        self.rounded: list[str] = []
-        """Notes about differences over the tolerance that are rounding."""
-        self.cosines: list[float] = []
-        """Between each float output and eager PyTorch's."""
-
-    def largest_error(self, rows: int, seed: int) -> float:
-        """Return the largest difference of an output from eager PyTorch's.
-
-        Raises ImportFailed if it exceeds the tolerance and is not rounding.
-        """
-        servable, inputs = self._servable, self._subject.examples(rows, seed)
-        arrays = {port.name: array_of(inputs[port.name]) for port in servable.inputs}
-        answered = servable.execute([arrays], rows).outputs
-        largest = 0.0
-        for index, (port, tensor) in enumerate(zip(servable.outputs, self._subject.answer(inputs), strict=True)):
-            array = answered[port.name]
-            found = torch.tensor(float32_of_bf16(array) if port.dtype is torch.bfloat16 else array)
-            own, eager = comparable(found), comparable(tensor)
-            error = difference(own, eager, eager) if own.shape == eager.shape else math.inf
-            if own.is_floating_point() and own.shape == eager.shape:
-                self.cosines.append(cosine(own, eager))
-            if not error <= self._tolerance:
-                unit = "largest value" if own.is_floating_point() else "elements"
-                said = (
-                    f"output {port.name} differs from eager PyTorch's by {error:.2g} of its {unit} at batch {rows}"
-                )
-                self._require_rounding(said, own, eager, inputs, index)
-            largest = max(largest, error)
-        return largest
-
-    def _require_rounding(
-        self, said: str, own: torch.Tensor, eager: torch.Tensor, inputs: Tensors, index: int
-    ) -> None:
-        """Note a difference over the tolerance, or raise ImportFailed unless eager PyTorch rounds as coarsely."""
-        way_out = f"the limit is {self._tolerance:.0e} (--tolerance). Nothing was written"
-        answer = self._subject.float64_answer(inputs) if own.shape == eager.shape else None
-        if answer is None:
-            raise ImportFailed(f"{said}; {way_out}")
-        exact = comparable(answer[index])
-        ours, eagers = difference(own, exact, exact), difference(eager, exact, exact)
-        apart = f"from float64 it differs by {ours:.2g}, eager PyTorch by {eagers:.2g}"
-        if not ours <= min(_ROUNDING * eagers, _MOST_ROUNDING):
-            raise ImportFailed(f"{said}; {apart}; {way_out}")
-        self.rounded.append(f"{said}: {apart}, so that is rounding, which this model amplifies")
 
 
 def _write_labels(subject: Subject, info: ModelInfo, folder: Path) -> dict[str, str]:

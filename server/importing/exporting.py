@@ -3,6 +3,7 @@
 import inspect
 import io
 import logging
+import re
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from cohabit.planner.errors import CohabitError
 from cohabit.server.errors import ImportFailed
-from cohabit.server.importing.subject import Subject, reason_of
+from cohabit.server.importing.subject import Subject, Tensors, reason_of
 
 _EXAMPLE_BATCH = 2
 """Above 1, because export would treat 1 as a constant."""
@@ -24,6 +27,10 @@ _LEAST_RANGE = 3
 _SEQUENCE = "sequence"
 _LEAST_TOKENS = (1, 2)
 """Smallest dynamic sequence lengths, in the order tried: some models handle one token as a special case."""
+
+
+_FIXED_SIZE = re.compile(r"marked L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic but .*?constant \((\d+)\)", re.DOTALL)
+"""torch.export's text for a dynamic dimension of which the module takes one size."""
 
 
 class OneLengthOnly(ImportFailed):
@@ -53,15 +60,26 @@ def export(subject: Subject, max_batch: int) -> ExportedProgram:
                 "torch.export takes the module at one sequence length only, because it has a loop over the tokens;"
                 " choose a length, to which clients pad, with --sequence-length N"
             ) from error
-        if "data-dependent" in str(error):
-            raise ImportFailed(
-                "torch.export does not take the module, because what it computes depends on values, in"
-                f" {_own_line(error)}; change it (torch.where, torch.cond)"
-            ) from error
-        raise ImportFailed(
-            f"torch.export does not take the module: {reason_of(error)}. If it takes one batch size only, declare its"
-            " inputs with it (--input NAME:TYPE:1,...); otherwise change the module, or export it in your own code"
-        ) from error
+        way_out = (
+            "If it takes one batch size only, declare its inputs with it (--input NAME:TYPE:1,...); otherwise change"
+            " the module, or export it in your own code"
+        )
+        raise ImportFailed(f"torch.export does not take the module: {why_not_exported(error, way_out)}") from error
+
+
+def why_not_exported(error: Exception, way_out: str) -> str:
+    """Return in one line why torch.export refuses a module, and the way out; `way_out` is for unknown reasons."""
+    if isinstance(error, CohabitError):
+        return str(error)
+    if "data-dependent" in str(error):
+        return f"what it computes depends on values, in {_own_line(error)}; change it (torch.where, torch.cond)"
+    if (fixed := _FIXED_SIZE.search(str(error))) is not None:
+        name, axis, size = fixed.groups()
+        return (
+            f"dimension {axis} of input {name} is declared as dynamic, and the module works for one size of it only"
+            f" ({size} was tried), as an LSTM or a loop over the dimension does; declare a number instead of -1"
+        )
+    return f"{reason_of(error)}. {way_out}"
 
 
 def _refuse_outputs(subject: Subject, examples: dict[str, torch.Tensor]) -> None:
@@ -80,10 +98,17 @@ def _refuse_outputs(subject: Subject, examples: dict[str, torch.Tensor]) -> None
 def _exported(
     subject: Subject, examples: dict[str, torch.Tensor], max_batch: int, least_tokens: int
 ) -> ExportedProgram:
-    dims = _dynamic_dims(subject, max_batch, least_tokens)
+    return exported(subject.module, examples, _dynamic_dims(subject, max_batch, least_tokens))
+
+
+def exported(module: nn.Module, examples: Tensors, dims: Any = None) -> ExportedProgram:
+    """Export a module that takes its inputs by name. torch.export raises any type of exception; see `why_not_exported`.
+
+    `dims` are the dynamic dimensions, as torch.export takes them.
+    """
     # opt_einsum orders the contractions of `torch.einsum` by the example's sizes, which fixes them.
     with _quiet(), torch.no_grad(), torch.backends.opt_einsum.flags(enabled=False):
-        return torch.export.export(subject.module, (), examples, dynamic_shapes=dims)
+        return torch.export.export(module, (), examples, dynamic_shapes=dims)
 
 
 def _own_line(error: Exception) -> str:

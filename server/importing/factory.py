@@ -3,6 +3,7 @@
 import importlib
 import os
 import pickle
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,12 @@ from torch import nn
 
 from cohabit.server.errors import ConfigError, ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput, largest_size
-from cohabit.server.importing.script import function_of_script
 from cohabit.server.importing.subject import Subject, declared, reason_of, with_examples
+from cohabit.server.script import function_of_script
 
 _MOST_KEYS = 3
+_GLOBAL = re.compile(r"GLOBAL ([\w.]{1,100})", re.ASCII)
+"""What a refused pickle would import, in torch's text."""
 
 
 def from_factory(
@@ -141,9 +144,11 @@ def _unpickled(path: Path) -> Mapping[str, Any]:
             warnings.simplefilter("ignore")
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        name = _GLOBAL.search(str(error))
+        found = "" if name is None else f" ({name[1]})"
         raise ImportFailed(
-            f"{path.name} is a pickle with more than tensors in it, and would run code: {reason_of(error)};"
-            " save module.state_dict(), or convert it to safetensors where you trust it"
+            f"{path.name} is a pickle with more than tensors in it, and would run code{found}; save"
+            " module.state_dict(), or convert it to safetensors where you trust it"
         ) from error
     except Exception as error:
         if "TorchScript" in str(error):

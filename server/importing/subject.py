@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ Examples = Callable[[int, int], Tensors]
 _BOUNDS = (1000, 100, 10, 2, 1)
 """Bounds of random integers, in the order tried: a model's indices must be valid."""
 _MOST_REASON = 300
+_ADVICE = re.compile(r"For more information, run with TORCH_LOGS=\S+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +177,10 @@ def datatype_of(dtype: torch.dtype) -> str:
 
 def reason_of(error: BaseException) -> str:
     """Return the first lines of an error, which may be pages long."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = _ADVICE.sub("", str(error))
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
     text = " ".join(lines[:2]) or type(error).__name__
+    text = "".join(c if c.isprintable() else "?" for c in text)  # a file's bytes may be escape codes
     return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}..."
 
 

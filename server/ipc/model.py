@@ -113,6 +113,8 @@ class ModelFootprint(msgspec.Struct, frozen=True):
     """The compute lane that executes the model."""
     activation_bytes: dict[Bucket, int] = {}
     """Bytes of the workspace used by activations and scratch, by bucket."""
+    searches: dict[Bucket, tuple[str, int]] = {}
+    """The search that found each plan, such as `best (genetic)`, and the number of candidates that it tried."""
 
     @property
     def fields(self) -> dict[str, object]:

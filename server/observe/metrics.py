@@ -261,6 +261,15 @@ _METRICS = (
     ),
     _by_bucket("cohabit_plan_gap", "Predicted latency divided by the lower bound, minus 1", _gaps),
     _metric(
+        "cohabit_plan_evaluations",
+        "gauge",
+        "Candidates that the search tried for the plan in use",
+        lambda view: [
+            ({**_labels(bucket), "search": search}, evaluations)
+            for bucket, (search, evaluations) in sorted(view.entry.footprint.searches.items())
+        ],
+    ),
+    _metric(
         "cohabit_sequences",
         "gauge",
         "Sequences with kept state",

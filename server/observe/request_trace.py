@@ -48,7 +48,7 @@ class RequestTrace:
 
     context: TraceContext
     began_s: float
-    wanted: bool = False
+    is_sampled: bool = False
     """Whether it is written to the trace file, and exported."""
     model: str = ""
     request_id: str | None = None

@@ -34,11 +34,11 @@ class Tracer:
         self._watcher: OnSpans | None = None
 
     def watch(self, watcher: OnSpans | None) -> None:
-        """Also pass the spans of traced executions to a watcher; None stops this."""
+        """Also pass the spans of requests in the trace file to a watcher, if there is a file; None stops this."""
         self._watcher = watcher
 
     @property
-    def traces_all(self) -> bool:
+    def samples(self) -> bool:
         """Whether requests without a traceparent may be traced."""
         return self._file is not None or self._exporter is not None
 
@@ -54,19 +54,20 @@ class Tracer:
             self._end(trace)
 
     def attach(self, request: Request) -> OnSpans | None:
-        """Attach a request to its trace; returns the receiver of its spans, if it is selected for the trace file."""
+        """Attach a request to its trace. Returns a callback for its spans if it is sampled for the trace file."""
         trace = CURRENT.get()
         if trace is None:
             return None
         trace.model, trace.request_id = request.model.name, request.id
         trace.fields["version"] = str(request.model.version)
-        if not self.traces_all or not self._is_due(trace.model):
+        if not self.samples or not self._is_due(trace.model):
             return None
-        trace.wanted = True
+        trace.is_sampled = True
         if (file := self._file) is None:
             return None
 
         def write(spans: Sequence[DeviceSpan]) -> None:
+            # Late: after the request's own events.
             file.write(lane_events(spans, trace.context.trace_id), late=True)
             if (watcher := self._watcher) is not None:
                 watcher(spans)
@@ -99,7 +100,7 @@ class Tracer:
                 **({"error": trace.error} if trace.error else {}),
             }
             _log.debug("request", extra={"fields": fields})
-        if trace.wanted and self._file is not None:
+        if trace.is_sampled and self._file is not None:
             self._file.write(events_of(trace, ended_s))
-        if trace.wanted and self._exporter is not None:
+        if trace.is_sampled and self._exporter is not None:
             self._exporter.write(trace, ended_s)

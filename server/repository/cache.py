@@ -23,7 +23,7 @@ class _Origins(msgspec.Struct, frozen=True):
 
     graph: str = ""
     graphs: tuple[str, ...] = ()
-    """Graphs as lowered. Those of a GPU measurement's profiles have measured scratch instead."""
+    """Fingerprints before scratch was measured; `profiles` name the graphs with measured scratch."""
     profiles: tuple["_Origins", ...] = ()
 
 
@@ -103,8 +103,8 @@ class CacheContents:
             except CohabitError as error:
                 if path not in self.fingerprints:
                     raise RepositoryError(
-                        f"{path}: {error}; what was made of it is not known, so nothing is removed. Repair or remove"
-                        " it"
+                        f"{path}: {error}; its cached files cannot be identified, and nothing was removed. Repair or"
+                        " remove it"
                     ) from error
                 on_damaged(path, error)
                 found.add(self.fingerprints[path])

@@ -56,8 +56,8 @@ def config_of(
 ) -> ModelConfig:
     """Complete a config.pbtxt, whose fields are all optional, from the model and the device, as Triton does.
 
-    Parameters hold the batch sizes of a model whose rows influence one another, and, on devices with graphs, how it is
-    issued. Triton's clients accept any parameters.
+    `parameters` gets `cohabit.only_batch_sizes` if rows interact, and `cohabit.execution.*` on devices with graphs.
+    Triton's clients accept any parameters.
     """
     config = ModelConfig()
     if given is not None:
@@ -100,17 +100,17 @@ def config_text(
     """
     config = ModelConfig(name=info.name, backend="pytorch", max_batch_size=info.max_batch_size)
     tensors = {tensor.name: tensor for tensor in (*info.inputs, *info.outputs)}
-    kept = {name for pair in states for name in pair} | {parameters.get(LENGTHS, "")}
+    state_names = {name for pair in states for name in pair} | {parameters.get(LENGTHS, "")}
     for name, successor in states:
         given = {key: value for key, value in _fields(tensors[name]).items() if key != "name"}
         config.sequence_batching.state.add(input_name=name, output_name=successor, **given)
     if states:
         config.sequence_batching.max_sequence_idle_microseconds = _IDLE_US
         config.sequence_batching.oldest.max_queue_delay_microseconds = _DELAY_US
-    for tensor in (tensor for tensor in info.inputs if tensor.name not in kept):
+    for tensor in (tensor for tensor in info.inputs if tensor.name not in state_names):
         layout = ModelInput.FORMAT_NCHW if tensor.name in images else ModelInput.FORMAT_NONE
         config.input.append(ModelInput(**_fields(tensor), format=layout))
-    for tensor in (tensor for tensor in info.outputs if tensor.name not in kept):
+    for tensor in (tensor for tensor in info.outputs if tensor.name not in state_names):
         config.output.append(ModelOutput(**_fields(tensor), label_filename=label_files.get(tensor.name, "")))
     for key, value in parameters.items():
         config.parameters[key].string_value = value

@@ -124,7 +124,7 @@ class LiveFeed:
         latencies = {key: latencies_of(latest, now_s) for key, latest in self._latencies.items()}
         while self._tokens and self._tokens[0].at_s < now_s - WINDOW_S:
             self._tokens.popleft()
-        chart = self._lanes.chart(now_s) if self._tracer.traces_all else None
+        chart = self._lanes.chart(now_s) if self._tracer.samples else None
         return live_document(
             self._config,
             self._client,

@@ -332,7 +332,7 @@ def _words(extent: ArenaExtent, activations: str) -> tuple[str, ...]:
 
 
 def _tracing(tracer: Tracer) -> str:
-    if not tracer.traces_all:
+    if not tracer.samples:
         return "Lanes are drawn while requests are traced. Start the server with --trace-config file=FILE."
     rate = tracer.settings.rate
     if rate == 1:

@@ -114,7 +114,7 @@ if __name__ == "__main__":
     asyncio.run(start())
     heavy = {{name.partition(".")[0] for name in sys.modules}} & {{"numba", "llvmlite", "scipy", "transformers"}}
     heavy |= sys.modules.keys() & {{"torch._dynamo", "torch._export.serde.serialize", "torch._inductor"}}
-    searches = ("cohabit.planner.search", "cohabit.planner.streaming", "cohabit.planner.papers")
+    searches = tuple(f"cohabit.planner.{{room}}" for room in ("genetic", "search", "streaming", "papers"))
     heavy |= {{name for name in sys.modules if name.startswith(searches)}}
     assert not heavy, heavy
 """

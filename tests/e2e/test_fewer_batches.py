@@ -90,6 +90,25 @@ def test_a_batch_that_is_left_out_runs_as_smaller_ones_and_clients_see_no_differ
     assert said["largest"] == {HUNGRY: most_planned_of(said)}
 
 
+def test_batch_sizes_are_those_of_the_flag_although_the_configuration_allows_more(
+    repository: Path, tmp_path: Path
+) -> None:
+    """As for every imported model, whose config.pbtxt has its largest batch."""
+    folder = tmp_path / "models"
+    shutil.copytree(repository / HUNGRY, folder / HUNGRY)
+    (folder / HUNGRY / "config.pbtxt").write_text(
+        "max_batch_size: 8\ndynamic_batching { preferred_batch_size: [4] }\n"
+    )
+    memory = f"{3 * ROW_BYTES}B"  # far less than the activations of a batch of four
+    with serving(folder, memory, tmp_path / "cache", batch_sizes=(1,)) as server:
+        assert [bucket.batch for bucket in server.placement.models[HUNGRY, 1].plans] == [1]
+        _, config = ask(server.address, "GET", f"/v2/models/{HUNGRY}/config")
+        assert config["max_batch_size"] == 8
+        for count in (1, 3, 8):
+            (found,) = infer(server.address, HUNGRY, {"x": rows(count)}).values()
+            np.testing.assert_allclose(found, eager(rows(count)), rtol=1e-4, atol=1e-5)
+
+
 def most_planned_of(said: dict[str, Any]) -> int:
     (most,) = said["largest"].values()
     assert most in BATCHES[:-1]

@@ -126,6 +126,24 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
             assert plans_of(server) == best
 
 
+def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
+    archives: Archives, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
+    caplog.set_level("INFO", logger="cohabit")
+    with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
+        answer = infer(server.address, MODEL, inputs)
+        eventually(lambda: "every partition size is planned" in caplog.messages)
+    for memory in ("40%", "60%", "75%"):
+        caplog.clear()
+        with serving(repository, memory, tmp_path, engine="process", batch_sizes=BATCHES) as server:
+            assert not server.replanner.is_busy
+            assert server.placement.models[MODEL, 1].searched
+            again = infer(server.address, MODEL, inputs)
+            assert {n: a.tobytes() for n, a in again.items()} == {n: a.tobytes() for n, a in answer.items()}
+        assert "quick plans are in use until better ones are found" not in caplog.messages
+
+
 def test_a_model_that_cannot_be_measured_is_still_served(
     archives: Archives, stacks: Stacks, tmp_path: Path, may_measure: threading.Event
 ) -> None:

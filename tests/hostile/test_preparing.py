@@ -20,6 +20,7 @@ from cohabit.runtime.lowering import archive
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy import prepare as preparation
+from cohabit.server.deploy import worker
 from cohabit.server.deploy.prepare import lowered_and_measured, measured_profiles, open_backend, prepare
 from cohabit.server.deploy.worker import WorkerFailed, WorkerProcesses, failed_stage
 from cohabit.server.repository.scan import find
@@ -47,6 +48,26 @@ def test_a_call_has_a_limit_in_time() -> None:
     with pytest.raises(WorkerFailed, match=r"not prepared within 0\.1 s"):
         workers.call(signal.pause)
     workers.close()
+
+
+def test_a_search_waits_until_no_lane_has_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, slept = [1, 0], 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal slept
+        slept += 1
+        if slept == 3:
+            waiting[:] = [0, 1]
+        elif slept == 6:
+            waiting[:] = [0, 0]
+
+    monkeypatch.setattr(worker, "_waiting", waiting)
+    monkeypatch.setattr(worker.time, "sleep", sleep)
+    worker.wait_for_requests()
+    assert slept >= 6
+    before = slept
+    worker.wait_for_requests()
+    assert slept == before, "no request is waiting"
 
 
 def test_processes_have_few_rights() -> None:

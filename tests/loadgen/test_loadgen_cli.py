@@ -11,6 +11,8 @@ import pytest
 from cohabit.loadgen.cli import main
 from tests.support.server import fake_kserve
 
+pytestmark = pytest.mark.process
+
 FAKE = f"{Path(sys.executable).name} {fake_kserve.__file__}"
 QUICK = ("--duration", "0.3", "--warmup", "0", "--rate", "100")
 

@@ -27,6 +27,8 @@ from cohabit.loadgen.report import (
 )
 from cohabit.page.document import Alternatives, FactTable
 
+pytestmark = pytest.mark.process
+
 
 def run_of(
     mean_s: float, seed: int, rate_per_s: float = 100.0, model: str = "a", duration_s: float = 30.0

@@ -8,6 +8,8 @@ from cohabit.loadgen.errors import UsageError
 from cohabit.loadgen.zoo import ZOO
 from cohabit.loadgen.zoo.repository import Recipe, is_intact, prepare, recipes
 
+pytestmark = pytest.mark.process
+
 
 def test_sixteen_models_are_fifteen_rankers_and_minilm() -> None:
     chosen = recipes(16)

@@ -179,3 +179,20 @@ for searcher in SEARCHERS:
     if can_plan(searcher, problem):
         print(cohabit.planner.plan.encode(search(problem, searcher, limit=Limit(evaluations=3))).decode())
 """
+
+
+def test_the_first_plan_compiles_unless_it_is_interpreted_or_compiled_loops_are_there(tmp_path: Path) -> None:
+    program = "from cohabit.planner.compiled import compiles_first; print(compiles_first())"
+
+    interpret = cohabit.planner.compiled.INTERPRET
+    others = {name: value for name, value in os.environ.items() if name != interpret}
+
+    def answer(**environment: str) -> str:
+        environment = {"NUMBA_CACHE_DIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), **environment}
+        return subprocess.check_output([sys.executable, "-c", program], text=True, env=others | environment).strip()
+
+    assert answer() == "True"
+    assert answer(**{interpret: "1"}) == "False"
+    (folder,) = tmp_path.iterdir()
+    (folder / "loop.nbi").touch()
+    assert answer() == "False"

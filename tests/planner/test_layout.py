@@ -117,7 +117,7 @@ def test_a_pool_is_not_smaller_than_what_is_counted() -> None:
     tensors = (Tensor("X", 4000, "input", 64), Tensor("Y", 96, "activation", 1))
     graph = Graph("full page", 1, "w", tensors, (Op("op", "any", (0,), (1,)),), (1,))
     assert Footprint.of(graph).activation_bytes == 2 * PAGE
-    search(Problem(graph, profile_of(graph), Memory(2 * PAGE)), "streaming")
+    search(Problem(graph, profile_of(graph), Memory(2 * PAGE)), "genetic")
 
 
 SPANS = st.tuples(st.integers(0, 9), st.integers(1, 4)).map(lambda s: Lifespan(s[0], s[0] + s[1]))

@@ -117,7 +117,7 @@ def test_different_problems_have_different_files(shelf: Shelf) -> None:
 
 
 def test_plans_of_different_searchers_are_not_mixed_up(shelf: Shelf) -> None:
-    plans = {s: known_or_searched(PROBLEM, shelf.library, s) for s in ("best", "genetic", "streaming")}
+    plans = {s: known_or_searched(PROBLEM, shelf.library, s) for s in ("best", "genetic")}
     for searcher, plan in plans.items():
         assert shelf.library.plan(PROBLEM, searcher) == plan == search(PROBLEM, searcher)
         assert plan.provenance is not None

@@ -124,7 +124,7 @@ def test_a_narrow_window_is_widened_where_that_is_faster() -> None:
     footprint = Footprint.of(graph)
     workspace = footprint.least_workspace_bytes(0)
     problem = Problem(graph, profile, Memory(workspace))
-    streaming, best = search(problem, "streaming").provenance, search(problem).provenance
+    streaming, best = search(problem, "genetic").provenance, search(problem).provenance
     assert streaming is not None
     assert best is not None
     assert best.latency_s < streaming.latency_s

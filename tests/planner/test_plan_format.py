@@ -47,11 +47,11 @@ seeds = st.integers(0, 10**6)
 
 def made(rng: random.Random) -> tuple[Graph, Profile, Plan]:
     """A plan by a serving search, by the serial rule, by one with recomputation, or of random actions."""
-    kind = rng.choice(("streaming", "offloading", "serial", "random", "random", "on_demand"))
-    is_training = kind not in ("streaming", "offloading") and rng.random() < 0.5
+    kind = rng.choice(("genetic", "offloading", "serial", "random", "random", "on_demand"))
+    is_training = kind not in ("genetic", "offloading") and rng.random() < 0.5
     graph = random_training_graph(rng, 4) if is_training else random_graph(rng, 8)
     profile = random_profile(rng, graph)
-    if kind in ("streaming", "offloading"):
+    if kind in ("genetic", "offloading"):
         partition = PAGE * rng.randint(0, 12)
         workspace = Footprint.of(graph).least_workspace_bytes(partition) + PAGE * rng.randint(0, 5)
         problem = Problem(graph, profile, Memory(workspace, partition))

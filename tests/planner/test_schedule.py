@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, InvalidPlan, UnsupportedProblem
+from cohabit.planner.genetic.searcher import Genetic
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory, single_budget
@@ -34,7 +35,6 @@ from cohabit.planner.schedule.table import (
     scheduled,
 )
 from cohabit.planner.schedule.write import address_of, offset_of, write
-from cohabit.planner.streaming.searcher import Streaming
 from tests.support.planner.actions import compute, drop, plan_of, swap_in, swap_out
 from tests.support.planner.graphs import (
     PAGE,
@@ -276,7 +276,7 @@ def test_streaming_simulates_the_schedule_that_it_writes() -> None:
         graph = random_graph(rng)
         memory = Memory(Footprint.of(graph).least_workspace_bytes(0) + PAGE * rng.randint(0, 5), PAGE * 3)
         problem = Problem(graph, random_profile(rng, graph), memory)
-        searcher = Streaming(problem, seed)
+        searcher = Genetic(problem, seed)
         for _ in range(5):
             candidates = searcher.ask()
             costs = [searcher.evaluate(c, float("inf")) for c in candidates]

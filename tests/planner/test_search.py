@@ -112,11 +112,11 @@ def test_least_budget_of_activations_that_stay_is_exact(seed: int) -> None:
     footprint = min(footprints, key=lambda f: f.least_workspace_bytes(partition))
     least = footprint.least_workspace_bytes(partition)
     problem = Problem(graph, profile, Memory(least, partition))
-    check(graph, profile, search(problem, "streaming", limit=Limit(evaluations=60)))
+    check(graph, profile, search(problem, "genetic", limit=Limit(evaluations=60)))
     if least <= PAGE:  # without a workspace it is another problem
         return
     with pytest.raises(InfeasibleBudget) as refusal:
-        search(Problem(graph, profile, Memory(least - PAGE, partition)), "streaming")
+        search(Problem(graph, profile, Memory(least - PAGE, partition)), "genetic")
     assert refusal.value.least_bytes == partition + least
     assert str(refusal.value.op).partition(" ")[0] in {op.name for op in graph.ops}
     assert least - footprint.activation_bytes == window_by_trying_all(footprint, partition)
@@ -154,7 +154,7 @@ def test_chain_reaches_the_bound(pages: int) -> None:
     assert plan.provenance.gap == pytest.approx(0.0, abs=1e-8)
 
 
-@pytest.mark.parametrize("searcher", ["streaming", "genetic", "best"])
+@pytest.mark.parametrize("searcher", ["genetic", "best"])
 @pytest.mark.parametrize("window_pages", [0, 4, 1])
 def test_parameters_stream_through_what_the_processor_s_cache_holds(window_pages: int, searcher: str) -> None:
     """Unless it is so little that copies could not overlap with ops there."""
@@ -185,7 +185,7 @@ def test_the_search_goes_on_where_residents_are_given() -> None:
     graph = chain([4 * PAGE, PAGE, 3 * PAGE, 2 * PAGE, 4 * PAGE, PAGE])
     residents = (Placement(0, Address("partition", 0)),)
     problem = Problem(graph, profile_of(graph, bandwidth=PAGE / 2), Memory(8 * PAGE, 4 * PAGE), residents)
-    plan = search(problem, "streaming", limit=Limit(evaluations=40))
+    plan = search(problem, "genetic", limit=Limit(evaluations=40))
     assert plan.provenance is not None
     assert plan.provenance.evaluations == 40
     assert plan.residents == residents

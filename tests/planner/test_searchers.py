@@ -24,7 +24,15 @@ from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import MOST_INFERENCES, evaluate, simulate
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.portfolio import AT_BOUND, BY_WEIGHTS, CHAIN_MEMBERS, QUICKEST, SAMPLE, SAMPLED, Best
+from cohabit.planner.search.portfolio import (
+    AT_BOUND,
+    BY_WEIGHTS,
+    CHAIN_MEMBERS,
+    QUICKEST,
+    SAMPLE,
+    SAMPLED,
+    Portfolio,
+)
 from cohabit.planner.search.registry import BASELINES, SEARCHERS, make
 from tests.planner.test_bound import best_possible, tiny
 from tests.support.planner.graphs import (
@@ -65,7 +73,7 @@ def test_a_graph_without_ops_has_a_plan_or_is_refused(searcher: str, outputs: tu
     with suppress(UnsupportedProblem):
         plan = search(problem, searcher, limit=FEW)
         check(graph, problem.profile, plan)
-    assert plan is not None or searcher not in ("best", "streaming", "genetic")
+    assert plan is not None or searcher not in ("best", "genetic", "swapadvisor")
 
 
 def long_chain() -> Problem:
@@ -100,7 +108,7 @@ def test_same_seed_same_plan(searcher: str, problem_of: Problems) -> None:
 
 @pytest.mark.parametrize(("searcher", "problem_of"), CASES)
 def test_a_candidate_costs_what_its_plan_is_simulated_to_take(searcher: str, problem_of: Problems) -> None:
-    """`streaming` and `genetic` evaluate before drops are added to the schedule."""
+    """`genetic` evaluates before drops are added to the schedule."""
     compared = 0
     for seed in range(12):
         problem = problem_of(seed)
@@ -166,7 +174,7 @@ def test_a_training_graph_is_refused_for_a_partition_and_a_workspace(searcher: s
         search(problem, searcher, limit=FEW)
 
 
-@pytest.mark.parametrize("searcher", ["best", "streaming", "genetic"])
+@pytest.mark.parametrize("searcher", ["best", "genetic"])
 def test_number_of_threads_makes_no_difference(searcher: str) -> None:
     chain_problem = long_chain()
     memories = [Memory(8 * PAGE, 8 * PAGE), *([chain_problem.memory] if searcher == "best" else [])]
@@ -200,7 +208,7 @@ def test_the_period_is_planned_in_single_budgets_only(searcher: str) -> None:
 
 def test_searchers_of_both_kinds_of_memory_are_those_of_either() -> None:
     assert set(SERVED) | set(SINGLE) == set(SEARCHERS)
-    assert set(SERVED) & set(SINGLE) == {"best", "genetic"}
+    assert set(SERVED) & set(SINGLE) == {"best"}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -221,7 +229,7 @@ def test_members_plan_the_better_order_and_what_has_effort_left_goes_on(seed: in
     profile = random_profile(rng, graph)
     problem = Problem(graph, profile, single_budget(least_bytes(graph) + 2 * PAGE))
     state, sample = make("best", problem, 0), SAMPLE * make(SAMPLED[-1], problem, 0).evaluations
-    assert isinstance(state, Best)
+    assert isinstance(state, Portfolio)
     least: dict[str, float] = {}
     spent = 0
     while spent < sample:
@@ -242,7 +250,7 @@ def test_members_plan_the_better_order_and_what_has_effort_left_goes_on(seed: in
 @given(seed=seeds)
 def test_best_ends_at_the_bound_or_when_no_member_has_more_to_try(seed: int) -> None:
     state, spent, least_s = make("best", counted_problem(seed), 0), 0, math.inf
-    assert isinstance(state, Best)
+    assert isinstance(state, Portfolio)
     while spent <= state.evaluations:
         asked = state.ask()
         if not asked:
@@ -259,8 +267,8 @@ def test_best_ends_at_the_bound_or_when_no_member_has_more_to_try(seed: int) -> 
 @given(seed=seeds)
 def test_plans_take_what_exact_arithmetic_says(seed: int) -> None:
     """Against the plain simulator: every step of the first inference, and the ends of those that follow."""
-    problems = dict.fromkeys(("on_demand", "interval", "genetic"), counted_problem(seed))
-    for searcher, problem in (problems | {"streaming": served_problem(seed)}).items():
+    problems = dict.fromkeys(("on_demand", "interval", "swapadvisor"), counted_problem(seed))
+    for searcher, problem in (problems | {"genetic": served_problem(seed)}).items():
         plan = search(problem, searcher, seed=seed, limit=FEW)
         timeline = simulate(problem.graph, plan, problem.profile)
         ends, finished = simulate_exactly(problem.graph, plan, problem.profile, MOST_INFERENCES)
@@ -303,10 +311,10 @@ MEAN_OVER_ALL_FATES = {
     "on_demand": 1.1,
     "greedy": 1.15,
     "dynprog": 1.15,
-    "genetic": 1.4,
+    "swapadvisor": 1.4,
 }
 """How much longer plans may take, in the mean over small problems, than the best that any choices make. `greedy` and
-`dynprog` keep all weights or none; `genetic`, with few candidates, has to find pools."""
+`dynprog` keep all weights or none; `swapadvisor`, with few candidates, has to find pools."""
 
 
 @cache
@@ -337,7 +345,7 @@ def test_plans_come_close_to_the_best_of_all_choices(searcher: str) -> None:
         ratios.append(plan.provenance.latency_s / least_s)
     assert len(ratios) == 30
     assert sum(ratios) / len(ratios) < MEAN_OVER_ALL_FATES[searcher]
-    if searcher != "genetic":  # it may run ops in another order
+    if searcher != "swapadvisor":  # it may run ops in another order
         assert min(ratios) > 1 - 1e-9
 
 

@@ -19,10 +19,12 @@ from cohabit.planner.plan import Plan, SwapIn
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing import division as division_module
 from cohabit.planner.sizing.assignment import ModelTraffic, assign, load_bytes_per_s
 from cohabit.planner.sizing.demand import MemoryDemand
 from cohabit.planner.sizing.division import divide
 from cohabit.planner.sizing.fitting import fit, plan_model, split_budget
+from cohabit.planner.sizing.ladder import between, climb, first_plans_by_size, rungs
 from cohabit.planner.sizing.problem import ONE_REGION, WHOLE_MODELS, Division, LayoutName, ModelDemand
 from tests.support.planner.graphs import PAGE, chain, profile_of, unrolled
 
@@ -248,6 +250,86 @@ def test_a_division_of_memory_is_found_again_for_the_same_models_only(
     assert "checksum does not fit" in vars(caplog.records[0])["fields"]["reason"]
 
 
+WORKSPACE = 9 * PAGE
+
+
+@pytest.fixture
+def climbed(tmp_path: Path) -> Library:
+    """A library with the ladder of every model for one workspace."""
+    library = Library(tmp_path)
+    for demand in MODELS:
+        climb(demand, WORKSPACE, library)
+    return library
+
+
+def test_a_ladder_goes_from_the_least_size_to_all_resident_and_never_gets_slower(climbed: Library) -> None:
+    for demand in MODELS:
+        ladder = climbed.ladders(demand, "best")[WORKSPACE]
+        sizes, latencies_s = [p.partition_bytes for p in ladder], [p.latency_s for p in ladder]
+        assert sizes == [memory.partition_bytes for memory in rungs(demand, WORKSPACE)][: len(sizes)]
+        assert sizes == sorted(set(sizes))
+        assert latencies_s == sorted(latencies_s, reverse=True)
+        assert latencies_s[-1] == pytest.approx(demand.profiles[Bucket(1)].compute_s)
+        for size in sizes:
+            plans = climbed.plans(demand, Memory(WORKSPACE, size), "best")
+            assert plans is not None
+            assert plans.keys() == demand.graphs.keys()
+
+
+def test_every_memory_that_holds_the_first_rungs_finds_safe_plans_without_a_search(
+    climbed: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ladders = [climbed.ladders(demand, "best") for demand in MODELS]
+    least = WORKSPACE + sum(ladder[WORKSPACE][0].partition_bytes for ladder in ladders)
+
+    def never(*arguments: object, **options: object) -> float:
+        raise AssertionError("latencies were estimated")
+
+    monkeypatch.setattr(division_module, "estimate_latency_s", never)
+    for memory_bytes in range(least, 60 * PAGE, PAGE):
+        found = divide(MODELS, memory_bytes, ladders=ladders)
+        assert found.workspace_bytes == WORKSPACE
+        assert WORKSPACE + sum(found.partition_bytes) <= memory_bytes
+        for demand, memory in zip(MODELS, found.memories, strict=True):
+            plans = climbed.plans_of_rung(demand, memory, "best")
+            assert plans is not None
+            for bucket, plan in plans.items():
+                assert plan.memory == memory
+                check(demand.graphs[bucket], demand.profiles[bucket], plan)
+                assert plan.provenance is not None
+                assert plan.provenance.latency_s >= plan.provenance.bound_s
+
+
+def test_a_ladder_of_another_workspace_or_too_little_memory_is_not_used(climbed: Library) -> None:
+    ladders = [climbed.ladders(demand, "best") for demand in MODELS]
+    for memory_bytes, least_workspace in ((30 * PAGE, 15 * PAGE), (12 * PAGE, 0)):
+        own = divide(MODELS, memory_bytes, least_workspace_bytes=least_workspace)
+        assert own == divide(MODELS, memory_bytes, least_workspace_bytes=least_workspace, ladders=ladders)
+
+
+def test_a_size_between_two_rungs_is_searched_from_both(climbed: Library) -> None:
+    demand = MODELS[1]
+    sizes = [p.partition_bytes for p in climbed.ladders(demand, "best")[WORKSPACE]]
+    rung = next(i for i, (low, high) in enumerate(itertools.pairwise(sizes)) if high > low + PAGE)
+    memory = Memory(WORKSPACE, sizes[rung] + PAGE)
+    near = between(demand, memory, climbed)
+    assert [plans[Bucket(1)].memory.partition_bytes for plans in near] == sizes[rung : rung + 2]
+    plans = plan_model(demand, memory, climbed, neighbours=near)
+    below, found = near[0][Bucket(1)].provenance, plans[Bucket(1)].provenance
+    assert below is not None
+    assert found is not None
+    assert found.latency_s <= below.latency_s * (1 + 1e-9)
+
+
+def test_rungs_that_are_not_planned_yet_have_quick_plans(tmp_path: Path) -> None:
+    library, demand = Library(tmp_path), MODELS[1]
+    quick = first_plans_by_size(demand, WORKSPACE, library)
+    assert not any(searched for _, searched in quick)
+    climb(demand, WORKSPACE, library)
+    found = first_plans_by_size(demand, WORKSPACE, library)
+    assert all(searched for _, searched in found)
+
+
 @pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_every_lane_has_a_workspace_that_the_memory_has_to_hold(lanes: int) -> None:
     with pytest.raises(InfeasibleBudget) as refusal:
@@ -369,11 +451,13 @@ def test_a_memory_that_is_too_small_for_all_batches_may_be_enough_for_fewer() ->
     assert divide(models, refused.value.least_bytes).most_batches[0] == 1
 
 
-def test_a_model_by_itself_keeps_its_batches() -> None:
-    """No other model pays for them, and its operator has chosen them."""
-    with pytest.raises(InfeasibleBudget) as refused:
-        divide([hungry()], 60 * PAGE)
-    assert divide([hungry()], refused.value.least_bytes).most_batches == (8,)
+def test_a_model_by_itself_loses_batches_that_do_not_fit_and_keeps_them_in_more_memory() -> None:
+    with pytest.raises(InfeasibleBudget):
+        divide([hungry(splits=False)], 60 * PAGE)
+    (most,) = divide([hungry()], 60 * PAGE).most_batches
+    assert most < 8
+    whole = sum(footprint.least_bytes for footprint in MemoryDemand.of(hungry()).footprints.values())
+    assert divide([hungry()], whole).most_batches == (8,)
 
 
 @pytest.mark.parametrize("pages", [15, 20, 30, 40])

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from cohabit.planner.arrays import Floats, GraphArrays, Ints
+from cohabit.planner.genetic.searcher import Genetic
+from cohabit.planner.genetic.walk import critical, walk
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.streaming import residents
-from cohabit.planner.streaming.anneal import anneal, critical
 from cohabit.planner.streaming.page_map import (
     NO_MORE,
     NOWHERE,
@@ -27,7 +28,6 @@ from cohabit.planner.streaming.page_map import (
     tidy,
     use,
 )
-from cohabit.planner.streaming.searcher import Streaming
 from cohabit.planner.streaming.stream import (
     KEPT,
     RELEASED,
@@ -295,13 +295,13 @@ def test_a_large_parameter_is_exchanged_for_small_ones_that_are_a_little_larger_
     work = workload([40, 10, 10, 10, 11], 41, 59, latency_s=5.0)
     choice = np.array([KEPT, STREAMED, STREAMED, STREAMED, STREAMED])
     start = uniform(choice, np.zeros(5, np.bool_), 0)
-    found = anneal(work.arrays, work.numbering, start, place_residents(work.arrays, choice), False, 200, 0.0, 0)
+    found = walk(work.arrays, work.numbering, start, place_residents(work.arrays, choice), False, 200, 0.0, 0)
     assert (found.choice == STREAMED).tolist() == [True, False, False, False, False]
 
 
 def test_a_walk_begins_with_the_rule_that_each_use_had() -> None:
     graph = chain([4 * PAGE, PAGE, 3 * PAGE, 2 * PAGE])
-    searcher = Streaming(Problem(graph, profile_of(graph, bandwidth=PAGE / 2), Memory(8 * PAGE)), seed=0)
+    searcher = Genetic(Problem(graph, profile_of(graph, bandwidth=PAGE / 2), Memory(8 * PAGE)), seed=0)
     mixed = replace(searcher.first(), fit=bytes([0, 1, 2, 1]))
     searcher.tell([mixed], [Cost(0.0, np.inf, 0)])
     asked = searcher.ask()

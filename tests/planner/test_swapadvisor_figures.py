@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks.planner.ablated import survival
 from cohabit.planner.check import check
+from cohabit.planner.genetic.schedules import cross_schedules
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.swapadvisor.allocations import (
@@ -15,10 +16,9 @@ from cohabit.planner.papers.swapadvisor.allocations import (
     raised,
     shrink,
 )
-from cohabit.planner.papers.swapadvisor.genetic import THRESHOLD
 from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
 from cohabit.planner.papers.swapadvisor.pools import MemoryPool, TensorSizes, object_bytes, pool_of, uses_of
-from cohabit.planner.papers.swapadvisor.schedules import cross_schedules
+from cohabit.planner.papers.swapadvisor.searcher import THRESHOLD
 from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
@@ -33,7 +33,7 @@ COARSE = ([1, 1], [5])
 FINE = ([1, 2], [8, 1])
 
 
-def figure_1(alignment: int = 1) -> Graph:
+def figure_1() -> Graph:
     """The graph of Figure 1(a), and what makes its activations outlive it.
 
     The text fixes sizes, branches and parameters. It says that an activation "must be copied to CPU memory upon
@@ -41,13 +41,9 @@ def figure_1(alignment: int = 1) -> Graph:
     backward op of zero seconds that reads the activations its forward op read (Concat's, A5 as well), in reverse
     order of the schedule. It reads no parameter: those are needed next in the next iteration, after all
     activations. The figure's weights are "initially in the CPU memory", so there is one pass and not two.
-
-    In the figure, a tensor takes an object of its pool; here it counts as its size, aligned.
     """
     sizes = {"W1": 1, "W2": 1, "W3": 1, "W4": 1, "A0": 1, "A1": 1, "A2": 2, "A3": 1, "A4": 1, "A5": 2}
-    tensors = [
-        Tensor(n, mb * MB, "parameter" if n[0] == "W" else "activation", alignment) for n, mb in sizes.items()
-    ]
+    tensors = [Tensor(n, mb * MB, "parameter" if n[0] == "W" else "activation", 1) for n, mb in sizes.items()]
     number = {name: i for i, name in enumerate(sizes)}
     reads = {
         "Data": (),
@@ -63,7 +59,7 @@ def figure_1(alignment: int = 1) -> Graph:
     for name in LEFT[:0:-1]:
         again = [number[t] for t in reads[name] if t[0] == "A"] + ([number["A5"]] if name == "Concat" else [])
         ops.append(Op(f"{name}'", "any", tuple(again), (len(tensors),)))
-        tensors.append(Tensor(f"{name}'", 0, "activation", alignment))  # a gradient, which the figure leaves out
+        tensors.append(Tensor(f"{name}'", 0, "activation", 1))  # a gradient, which the figure leaves out
     graph = Graph("figure1", 1, "weights", tuple(tensors), tuple(ops), ())
     graph.validate()
     return graph
@@ -97,10 +93,8 @@ def table(graph: Graph, profile: Profile, plan: Plan, until: str) -> dict[str, R
     return rows
 
 
-def run_figure_1(
-    schedule: tuple[str, ...], allocation: tuple[list[int], list[int]], alignment: int = 1
-) -> dict[str, Row]:
-    graph = figure_1(alignment)
+def run_figure_1(schedule: tuple[str, ...], allocation: tuple[list[int], list[int]]) -> dict[str, Row]:
+    graph = figure_1()
     profile = profile_of(graph, [1.0] * 6 + [0.0] * 5, bandwidth=MB)
     names = [op.name for op in graph.ops]
     order = [names.index(n) for n in schedule] + [names.index(f"{n}'") for n in schedule[:0:-1]]
@@ -112,31 +106,31 @@ def run_figure_1(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pool", "alignment", "compute", "swap_in", "swap_out"),
+    ("schedule", "pool", "compute", "swap_in", "swap_out"),
     [
         pytest.param(
-            LEFT, COARSE, 2 * MB,
+            LEFT, COARSE,
             ["Data", "Conv1", "Conv2", "Conv3", "Conv4", "Concat"],
             ["W1", "W2", "W3", "W4", "A1", None],
             [None, None, "A1", "A0", None, None],
             id="b",
         ),
         pytest.param(
-            RIGHT, COARSE, 2 * MB,
+            RIGHT, COARSE,
             ["Data", "Conv2", "Conv3", "Conv4", None, "Conv1", "Concat"],
             ["W2", "W3", "W4", None, "W1", None, None],
             [None, None, None, "A2", "A2", None, None],
             id="c",
         ),
         pytest.param(
-            RIGHT, FINE, 1,
+            RIGHT, FINE,
             ["Data", "Conv2", "Conv3", "Conv4", "Conv1", "Concat"],
             ["W2", "W3", "W4", "W1", None, None],
             [None, None, None, "A2", "A2", None],
             id="d",
         ),
         pytest.param(
-            LEFT, FINE, 1,
+            LEFT, FINE,
             ["Data", "Conv1", "Conv2", "Conv3", "Conv4", None, "Concat"],
             ["W1", "W2", "W3", "W4", None, None, None],
             [None, None, None, None, "A2", "A2", None],
@@ -147,7 +141,6 @@ def run_figure_1(
 def test_figure_1(
     schedule: tuple[str, ...],
     pool: tuple[list[int], list[int]],
-    alignment: int,
     compute: Row,
     swap_in: Row,
     swap_out: Row,
@@ -156,15 +149,8 @@ def test_figure_1(
 
     As printed, but that what nothing reads any more stays until its place is needed, which the part shown does not.
     """
-    found = run_figure_1(schedule, pool, alignment)
+    found = run_figure_1(schedule, pool)
     assert found == {"compute": compute, "swap_in": swap_in, "swap_out": swap_out}
-
-
-def test_figure_1c_waits_for_no_object_where_bytes_are_counted() -> None:
-    """W4, which Conv4 reads, W1 and A0, A2, A3 and A4 are 7 MB of the 10: W1 need not wait for the swap-out of A2."""
-    found = run_figure_1(RIGHT, COARSE)
-    assert found["compute"] == ["Data", "Conv2", "Conv3", "Conv4", "Conv1", "Concat"]
-    assert found["swap_in"][:4] == ["W2", "W3", "W4", "W1"]
 
 
 def test_figure_3_w1_makes_room_for_w3_and_w2_for_a3() -> None:

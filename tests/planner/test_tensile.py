@@ -1,11 +1,9 @@
 """TENSILE's schedules: the peak is found and lowered, transfers never meet, plans hold what the schedule says."""
 
-import math
 import random
 from dataclasses import dataclass
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,11 +12,10 @@ from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.tensile.axis import NS_PER_S, Axis, Channel, TransferSpan
-from cohabit.planner.papers.tensile.latency import predicted
 from cohabit.planner.papers.tensile.schedule import MemoryUsage, TensileSchedule, actions_of, choices_of
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
-from cohabit.planner.profile import Link, Profile
+from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.schedule.no_wait import no_wait
 from cohabit.planner.schedule.serial import least_bytes
@@ -284,58 +281,6 @@ def test_choices_are_what_the_schedule_says_between_uses() -> None:
 
 
 # Section IV-A: the latency predictor
-
-
-def of_kinds(count: int, seed: int, times: dict[str, tuple[float, float, float]]) -> tuple[Graph, Profile]:
-    """Ops of several kinds, one after another, on tensors of many sizes; each kind's times are its own sum of parts."""
-    rng = random.Random(seed)
-    tensors = [Tensor("x", 4 * rng.randint(1, 500), "input")]
-    ops, seconds = [], []
-    for k in range(count):
-        target = rng.choice([*times])
-        weight, result = len(tensors), len(tensors) + 1
-        tensors += [Tensor(f"w{k}", 4 * rng.randint(1, 500), "parameter")]
-        tensors += [Tensor(f"y{k}", 4 * rng.randint(1, 500), "activation")]
-        read = weight - 1 if k else 0
-        ops.append(Op(f"op{k}", target, (read, weight), (result,)))
-        sizes = [tensors[t].nbytes for t in (read, weight, result)]
-        parts = (1.0, sum(sizes), math.sqrt(math.prod(n / 4 for n in sizes)))
-        seconds.append(sum(a * b for a, b in zip(times[target], parts, strict=True)))
-    graph = Graph("kinds", 1, "weights", tuple(tensors), tuple(ops), (len(tensors) - 1,))
-    link = Link(1e-5, 1e9 * (1 + seed % 3))
-    return graph, Profile(graph.fingerprint, "board", tuple(seconds), link, link)
-
-
-def test_op_times_are_predicted_from_bytes_and_multiplications_per_kind() -> None:
-    """Above what it takes to issue an op, which the quickest ones tell."""
-    times = {"mm": (2e-5, 0.0, 4e-7), "relu": (2e-5, 3e-8, 0.0), "view": (2e-5, 0.0, 0.0)}
-    known = [of_kinds(60, seed, times) for seed in range(3)]
-    graph, expected = of_kinds(40, 3, times)
-    found = predicted(graph, known)
-    assert found.op_seconds == pytest.approx(expected.op_seconds, rel=1e-3)
-    assert found.swap_in == Link(1e-5, 2e9), "the median link"
-    assert found.device == "board, predicted from 3 profiles"
-    assert found.graph == graph.fingerprint
-
-
-def test_an_unknown_kind_takes_as_long_per_byte_as_all_kinds_together() -> None:
-    mixed = of_kinds(90, 0, {"add": (2e-5, 4e-8, 0.0), "mul": (2e-5, 4e-8, 0.0), "view": (2e-5, 0.0, 0.0)})
-    graph, expected = of_kinds(20, 1, {"div": (2e-5, 4e-8 * 2 / 3, 0.0)})
-    assert predicted(graph, [mixed]).compute_s == pytest.approx(expected.compute_s, rel=0.1)
-
-
-def test_a_kind_of_one_size_is_not_taken_to_cost_the_same_at_every_size() -> None:
-    """Its time may be all issue, or all bytes; the ops of other kinds say what issue is."""
-    link, tensors = Link(1e-5, 1e9), [Tensor("x", 1 << 20, "input")]
-    tensors += [Tensor(f"y{k}", 1 << 20, "activation") for k in range(8)]
-    ops = [Op(f"mul{k}", "mul", (k,), (k + 1,)) for k in range(8)]
-    tensors.append(Tensor("last", 64, "activation"))
-    ops.append(Op("sum", "sum", (8,), (9,)))
-    graph = Graph("one size", 1, "weights", tuple(tensors), tuple(ops), (9,))
-    profile = Profile(graph.fingerprint, "board", (*(1e-3,) * 8, 1e-6), link, link)
-    small = [Tensor("x", 1 << 10, "input"), Tensor("y", 1 << 10, "activation")]
-    other = Graph("small", 1, "weights", tuple(small), (Op("mul", "mul", (0,), (1,)),), (1,))
-    assert predicted(other, [(graph, profile)]).compute_s < 1e-3 / 2
 
 
 def test_recomputation_uses_nothing_that_was_released() -> None:

@@ -1,12 +1,15 @@
 """Plans are checked when they are bound, and steps are joined."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from msgspec import structs
 
 from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
-from cohabit.planner.plan import Plan
+from cohabit.planner.graph import Graph
+from cohabit.planner.memory import single_budget
+from cohabit.planner.plan import Compute, Drop, Placement, Plan
+from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from tests.support.runtime.backends import Bench, cpu, opened
@@ -33,6 +36,32 @@ def test_a_plan_is_checked(bench: Bench, plan: Plan) -> None:
     foreign = Plan("0" * 64, "", plan.memory, plan.pool_bytes, (), ())
     with pytest.raises(FingerprintMismatch):
         bench.program(foreign)
+
+
+def without_addresses(graph: Graph) -> Plan:
+    plan = resident_plan(graph)
+    nbytes = plan.memory.workspace_bytes + plan.memory.partition_bytes
+    counted = tuple(Placement(resident.tensor) for resident in plan.residents)
+    return structs.replace(plan, memory=single_budget(nbytes), pool_bytes=nbytes, residents=counted)
+
+
+def with_an_op_computed_again(graph: Graph) -> Plan:
+    plan = resident_plan(graph)
+    dropped = [Drop(tensor) for tensor in graph.ops[0].writes]
+    return structs.replace(plan, steps=(plan.steps[0], *dropped, Compute(0), *plan.steps[1:]))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (without_addresses, "no address for .*; plan it for a partition and a workspace"),
+        (with_an_op_computed_again, "more than once; plan it for a partition and a workspace"),
+    ],
+    ids=["no addresses", "recomputed"],
+)
+def test_plans_of_training_steps_are_refused(bench: Bench, make: Callable[[Graph], Plan], reason: str) -> None:
+    with pytest.raises(UnsupportedPlan, match=reason):
+        bench.program(make(bench.graph))
 
 
 def test_steps_are_joined_where_no_lane_waits_for_another(bench: Bench, plan: Plan) -> None:

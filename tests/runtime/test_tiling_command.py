@@ -7,6 +7,8 @@ import pytest
 
 from cohabit.server.cli import main
 
+pytestmark = pytest.mark.process
+
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "tiling_regression.py"
 
 

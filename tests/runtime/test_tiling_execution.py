@@ -19,6 +19,8 @@ from cohabit.runtime.tiling.execute import TiledRun, measured
 from cohabit.runtime.tiling.worker import Worker, start
 from tests.planner.test_tiling import BUILTINS, V, X
 
+pytestmark = pytest.mark.process
+
 PROCESSES = 4
 
 

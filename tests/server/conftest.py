@@ -19,7 +19,13 @@ def loaded() -> FakeLoaded:
     predicted_s, bound_s = {Bucket(1): 0.5, Bucket(2): 0.75}, {Bucket(1): 0.5, Bucket(2): 0.6}
     loaded.footprints = {
         ModelKey("adder", 3): ModelFootprint(
-            100, 400, 80, predicted_s, bound_s, activation_bytes={Bucket(1): 64, Bucket(2): 128}
+            100,
+            400,
+            80,
+            predicted_s,
+            bound_s,
+            activation_bytes={Bucket(1): 64, Bucket(2): 128},
+            searches={Bucket(1): ("best (genetic)", 238), Bucket(2): ("best (genetic)", 142)},
         )
     }
     return loaded

@@ -12,8 +12,9 @@ def taken(model: str, mebibytes: dict[int, float], sizes: str = "") -> list[Acti
 def test_the_model_its_bucket_and_each_saving_are_named() -> None:
     found = [*taken("bert", {1: 4, 2: 8, 4: 16, 8: 32}, "x512"), *taken("cnn", {1: 5, 2: 6, 4: 7, 8: 8})]
     assert workspace_words(found) == (
-        "32.0 MiB for activations of bert at batch 8x512; 16.0 MiB with --batch-sizes 1,2,4, 8.0 MiB with --batch-sizes"
-        " 1,2, 5.0 MiB with --batch-sizes 1"
+        "32.0 MiB for activations of bert at batch 8 with dynamic sizes 512; 16.0 MiB with --batch-sizes 1,2,4, 8.0 MiB"
+        " with --batch-sizes 1,2, 5.0 MiB with --batch-sizes 1 (for one model: max_batch_size of its config.pbtxt);"
+        " less with smaller dynamic sizes (import with --max-sequence-length, or --shape-buckets)"
     )
 
 

@@ -29,6 +29,8 @@ from cohabit.server.cli import main
 from cohabit.server.format import make_table, print_table
 from tests.support.runtime import models
 
+pytestmark = pytest.mark.process
+
 
 def make_repository(folder: Path) -> Path:
     """Make two models of different widths, which the cache beside them has, lowered and measured."""
@@ -135,7 +137,7 @@ def test_nothing_is_removed_where_an_archive_s_use_of_the_cache_is_not_known(
     new.write_bytes(b"half an upload")
     assert cache(repository, "rm", "--unused-by", str(repository), "--yes") == 2
     shutil.rmtree(repository / "new")
-    assert "so nothing is removed" in capsys.readouterr().err
+    assert "and nothing was removed" in capsys.readouterr().err
     assert files(repository, "*") == before
 
 

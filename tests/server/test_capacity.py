@@ -21,6 +21,8 @@ from cohabit.server.cli import main
 from cohabit.server.errors import ConfigError
 from cohabit.server.scheduling.policy import Policy
 
+pytestmark = pytest.mark.process
+
 SERVICE_S = 0.003
 
 

@@ -25,6 +25,8 @@ from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.scheduling.scheduler import Scheduler
 from tests.support.server.server_fakes import FakeServable, Gate, identity, refused
 
+pytestmark = pytest.mark.process
+
 FASTER = {Bucket(1): 1.0, Bucket(2): 1.1, Bucket(4): 1.2}
 """Predicted seconds of a model for which batches pay."""
 
@@ -63,6 +65,24 @@ async def lane_of(*servables: FakeServable) -> AsyncIterator[ComputeLane]:
         yield lane
     finally:
         await lane.stop()
+
+
+def test_a_lane_says_when_requests_begin_to_wait_and_when_none_does() -> None:
+    async def run() -> list[bool]:
+        servable, gate = gated()
+        said: list[bool] = []
+        async with lane_of(servable) as lane:
+            lane.on_waiting = said.append
+            first = infer(lane)
+            await entered(gate)
+            second = infer(lane)
+            await queued(lane, "m", 1)
+            gate.open.set()
+            await asyncio.gather(first, second)
+            await infer(lane)
+        return said
+
+    assert asyncio.run(run()) == [True, False, True, False]
 
 
 # Batches.

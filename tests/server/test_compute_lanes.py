@@ -22,6 +22,8 @@ from tests.server.test_compute_lane import entered, gated, request
 from tests.support.server.server_fakes import FakeLoaded, FakeServable, Gate, config, identity, refused, running
 from tests.support.server.server_http import infer, x
 
+pytestmark = pytest.mark.process
+
 
 def meeting(*names: str) -> list[FakeServable]:
     """Models each of which waits during its execution until the others are executed, too."""

@@ -13,6 +13,8 @@ from tests.support.server.clients import PROTOCOLS, Client, connect
 from tests.support.server.server_fakes import Running, identity, running, serving
 from tests.support.server.server_http import ask
 
+pytestmark = pytest.mark.process
+
 
 class Orders:
     """Stands for the engine's loading and unloading: notes the orders, and knows one model."""

@@ -38,7 +38,9 @@ class FakePlacement:
         )
         self.memory = SimpleNamespace(models=self.models, partitions=self.partitions)
         self.replanner = SimpleNamespace(is_busy=False, begin=lambda models: self.improved.extend(models))
-        self.planner = SimpleNamespace(plans_by_size=lambda demand, workspace: [plans(size) for size in SIZES])
+        self.planner = SimpleNamespace(
+            first_plans_by_size=lambda demand, workspace: [(plans(size), False) for size in SIZES]
+        )
         self.improved: list[Any] = []
         self.sizes: list[dict[str, int]] = []
         """After each division."""

@@ -18,7 +18,7 @@ from tests.support.server import fake_engine, frontends
 from tests.support.server.frontends import FrontEnd, rows, until_entered
 from tests.support.server.server_fakes import refused
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.process]
 
 
 @pytest.fixture(params=["process", "in_process"], scope="module")

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["serve", "--help"], ["check", "--help"], ["export-bundle", "--help"]]

@@ -17,13 +17,73 @@ from torch import nn
 from cohabit.planner import cache_file
 from cohabit.planner import profile as profile_format
 from cohabit.server.cli import main
+from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import largest_size, parse_input
 from cohabit.server.importing.exporting import export
 from cohabit.server.importing.factory import _load
 from cohabit.server.importing.subject import declared
 from tests.support.server.import_modules import HERE, LINEAR, Code, Tied, X, linear
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
+
+
+def test_files_of_other_kinds_and_cut_ones_are_named_before_torch_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(linear().state_dict(), tmp_path / "whole.safetensors")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").write_text("{}")
+    raw = (tmp_path / "whole.safetensors").read_bytes()
+    for name, content in {
+        "a.gguf": b"GGUF\x03\0\0\0",
+        "b.bin": b"GGUF\x03\0\0\0",
+        "c.onnx": b"\x08\x07",
+        "d.h5": b"\x89HDF\r\n\x1a\n",
+        "e.safetensors": raw[:-1],
+        "f.safetensors": raw[:20],
+        "folder/model.safetensors": raw[:-1],
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    program = """
+import sys
+from cohabit.server.cli import main
+for arguments in sys.argv[1].split(";"):
+    assert main(["import", *arguments.split()]) != 0
+assert "torch" not in sys.modules
+"""
+    made = "--factory tests:linear"
+    commands = ["a.gguf", f"b.bin {made}", "c.onnx", "d.h5", f"e.safetensors {made}", f"f.safetensors {made}"]
+    commands += ["folder", "nowhere.pt", "nowhere.py:make"]
+    monkeypatch.chdir(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", program, ";".join(commands)], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in run.stderr.splitlines() if line.startswith("cohabit: ")]
+    reasons = ["is a GGUF file", "is a GGUF file", "is an ONNX file", "is an HDF5 file"]
+    reasons += [f"is cut short: it has {len(raw) - 1} bytes, and its header says at least {len(raw)};"]
+    reasons += ["is cut short: it has 20 bytes", "folder/model.safetensors is cut short"]
+    reasons += ["nowhere.pt does not exist", "there is no file 'nowhere.py'"]
+    for line, reason in zip(lines, reasons, strict=True):
+        assert reason in line
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]  # type: ignore[no-any-return]
+
+
+def test_a_dimension_that_a_module_takes_at_one_size_is_named() -> None:
+    subject = declared(Recurrent(), [parse_input("x:FP32:-1,-1,4")], 64, has_declared_sizes=True)
+    with pytest.raises(
+        ImportFailed, match="dimension 1 of input x is declared as dynamic, and the module works for"
+    ):
+        export(subject, 4)
 
 
 @pytest.mark.parametrize(
@@ -290,7 +350,7 @@ def test_rounding_is_told_from_error_by_float64(refused: Any, imported: Any) -> 
 def test_torchscript_is_called_so(refused: Any) -> None:
     torch.jit.save(torch.jit.trace(linear(), torch.zeros(1, 4)), "script.pt")
     assert "script.pt is a TorchScript file, which is not supported" in refused("script.pt", status=2)
-    assert "script.pt is a TorchScript file, not a state_dict" in refused("script.pt", *LINEAR)
+    assert "script.pt is a TorchScript file, which is not supported" in refused("script.pt", *LINEAR, status=2)
 
 
 @pytest.mark.parametrize("name", ["pipe.pt", "pipe.safetensors", "zero.pt", "zero.safetensors"])

@@ -24,6 +24,8 @@ from cohabit.server.triton.config_fields import pooling_of
 from cohabit.server.triton.model_config import read_config
 from tests.support.server.import_modules import HERE, Code, X
 
+pytestmark = pytest.mark.process
+
 
 def test_a_hubs_name_is_looked_up_in_the_local_cache_alone(refused: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", "hub")

@@ -22,6 +22,8 @@ from tests.support.runtime.gated import WAIT_S, GatedStore
 from tests.support.server.server_fakes import Running, running, serving
 from tests.support.server.server_http import infer
 
+pytestmark = pytest.mark.process
+
 BODY = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [2, 384], "data": [0.5] * 768}]}
 
 Event = dict[str, Any]

@@ -36,6 +36,8 @@ from tests.support.server.server_fakes import (
 )
 from tests.support.server.server_http import ask, infer, x
 
+pytestmark = pytest.mark.process
+
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 A, B = ModelKey("a", 1), ModelKey("b", 1)
 MIB = 1 << 20

@@ -21,6 +21,8 @@ from cohabit.server.log import FloodFilter, configure_logging
 from tests.support.server.server_fakes import broken, identity, running, serving
 from tests.support.server.server_http import infer, x
 
+pytestmark = pytest.mark.process
+
 DANGEROUS = st.characters(categories=["Cc", "Cf", "Zl", "Zp", "Cs"]) | st.sampled_from('=" {}\\ä%')
 TEXTS = (
     st.text()

@@ -23,6 +23,8 @@ from tests.support.server.metrics_client import FakeNvml, MetricsPort, Samples, 
 from tests.support.server.server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
 from tests.support.server.server_http import ask, infer, x
 
+pytestmark = pytest.mark.process
+
 TRITONS = {
     "nv_inference_request_success",
     "nv_inference_request_failure",
@@ -54,6 +56,7 @@ OURS = {
     "cohabit_predicted_seconds",
     "cohabit_bound_seconds",
     "cohabit_plan_gap",
+    "cohabit_plan_evaluations",
     "cohabit_measured_over_predicted",
     "cohabit_swapped_bytes_total",
     "cohabit_stall_seconds_total",
@@ -204,6 +207,7 @@ def test_footprints_are_gauges(server: Running) -> None:
     assert of(samples, "cohabit_activation_bytes", batch="2") == 128
     assert of(samples, "cohabit_bound_seconds", batch="2") == 0.6
     assert of(samples, "cohabit_plan_gap", batch="2") == pytest.approx(0.25)
+    assert of(samples, "cohabit_plan_evaluations", batch="2", search="best (genetic)") == 142
     assert of(samples, "nv_inference_pending_request_count") == 0
 
 

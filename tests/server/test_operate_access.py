@@ -25,6 +25,8 @@ from tests.support.server.metrics_client import MetricsPort
 from tests.support.server.server_fakes import Running, config, identity, refused, running, serving
 from tests.support.server.server_http import ask
 
+pytestmark = pytest.mark.process
+
 INFER, CONTROL, WRONG = "infer-token-0123456789", "control-token-0123456789", "nobodys-token-0123456789"
 
 

@@ -17,6 +17,8 @@ from cohabit.server.repository.sources import ModelSource, Unloadable
 from tests.support.server.server_fakes import identity, running, serving
 from tests.support.server.server_http import ask
 
+pytestmark = pytest.mark.process
+
 NAMES_THAT_LEAVE = ["..", ".", "../other", "/etc", "a/b", "a\\b", "", "-x", ".hidden", "a\x00b", "a\n", "x" * 256]
 
 

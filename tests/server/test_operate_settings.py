@@ -19,6 +19,8 @@ from cohabit.server.config.sources import ResolvedConfig, add_flags, as_toml, re
 from cohabit.server.errors import ConfigError
 from tests.support.server.server_fakes import identity, running, serving
 
+pytestmark = pytest.mark.process
+
 NEEDED = ("models", "--memory", "1GiB")
 
 

@@ -14,6 +14,8 @@ from cohabit.server.frontend.access import Permission, TokenFiles, open_access
 from tests.support.server.server_fakes import Running, config, identity, running, serving
 from tests.support.server.server_http import ask
 
+pytestmark = pytest.mark.process
+
 OLD, NEW, CONTROL = "the-old-token-0123456789", "the-new-token-0123456789", "control-token-0123456789"
 
 OLD_DIGEST = hashlib.sha256(OLD.encode()).digest()

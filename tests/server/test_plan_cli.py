@@ -1,4 +1,4 @@
-"""`cohabit plan`, `show` and `compare-plans` as a user meets them: files, tables, messages, exit statuses."""
+"""`cohabit plan` and `show` as a user meets them: files, tables, messages, exit statuses."""
 
 import os
 import re
@@ -15,14 +15,10 @@ import cohabit.planner.graph
 import cohabit.planner.plan
 import cohabit.planner.profile
 from cohabit.planner.check import check
-from cohabit.planner.errors import UnsupportedProblem
 from cohabit.planner.memory import single_budget
-from cohabit.planner.problem import Problem
 from cohabit.planner.search import registry
-from cohabit.planner.search.searcher import AnySearcher
 from cohabit.planner.tiling import SEARCHES
 from cohabit.server.cli import main
-from cohabit.server.commands import compare_plans
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.commands.tile import SEARCH_NAMES
 from cohabit.server.errors import RepositoryError
@@ -30,6 +26,8 @@ from cohabit.server.format import gap, milliseconds, nice_ticks, percent, round_
 from cohabit.server.repository.scan import find
 from tests.support.planner.graphs import PAGE, chain, profile_of
 from tests.support.runtime import models
+
+pytestmark = pytest.mark.process
 
 GRAPH = chain([PAGE, 2 * PAGE, PAGE, 3 * PAGE])
 PROFILE = profile_of(GRAPH, op_s=1e-3, bandwidth=PAGE / 1e-3)
@@ -112,21 +110,17 @@ def test_an_interrupt_keeps_the_best_plan_so_far(
 
     monkeypatch.setattr(SearchProgress, "searched", interrupted)
     before = signal.getsignal(signal.SIGINT)
-    path = planned("--search", "best", "--single", "--time-limit", "1h")
+    path = planned("--search", "best", "--time-limit", "1h", memory="48KiB")
     assert signal.getsignal(signal.SIGINT) is before
     check(GRAPH, PROFILE, cohabit.planner.plan.decode(path.read_bytes()))
     assert "the best plans so far are kept" in capsys.readouterr().err
 
 
-def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
+def test_papers_searchers_plan_one_budget(folder: Path) -> None:
     path = planned("--seed", "3")
     assert path.name == "chain-b1-28KiB-on_demand-seed3.plan.json"
     plan = cohabit.planner.plan.decode(path.read_bytes())
     assert plan.memory == single_budget(28 << 10)
-    path.unlink()
-    path = planned("--search", "best", "--evaluations", "2", "--single")
-    assert path.name == "chain-b1-28KiB-best-single.plan.json"
-    assert cohabit.planner.plan.decode(path.read_bytes()).memory == single_budget(28 << 10)
 
 
 @pytest.mark.parametrize(
@@ -151,18 +145,10 @@ def test_papers_searchers_and_single_plan_one_budget(folder: Path) -> None:
         (["plan", *PAIR, "--memory", "1.5"], "--memory: '1.5' has no unit, and would be 2 bytes; write 1.5MiB"),
         (["plan", "--graph", "no", "--profile", "no", "--memory", "1MiB"], "no cannot be read: No such file"),
         (["plan", *PAIR, "--memory", "1MiB", "--output", "chain.graph.json"], "cannot be written"),
-        (["plan", *PAIR, "--memory", "1MiB", "--predicted", "."], "--predicted takes the place of --profile"),
-        (["plan", "--memory", "1MiB", "--predicted", "."], "--predicted needs what to predict for"),
-        (
-            ["plan", *PAIR[:2], "--memory", "1MiB", "--predicted", "no"],
-            "no has no NAME.graph.json with its NAME.pro",
-        ),
         (["show", "no.plan.json"], "no.plan.json cannot be read"),
         (["show", "chain.graph.json"], "chain.graph.json is a graph; `cohabit show` draws NAME.plan.json"),
         (["show", "chain.profile.json"], "chain.profile.json is a profile; `cohabit show` draws NAME.plan.json"),
         (["show", "x", "--html", "-", "--open"], "--open: a page on standard output"),
-        (["compare-plans", *PAIR, "--memory", "1MiB", "--search", "best,magic"], "no searcher is called magic"),
-        (["compare-plans", *PAIR, "--memory", "1MiB", "--batch-sizes", "1,2"], "'1,2' is not a whole number"),
     ],
 )
 def test_wrong_commands_say_what_is_wrong(
@@ -174,26 +160,6 @@ def test_wrong_commands_say_what_is_wrong(
     assert "cohabit" in shown.err.splitlines()[-1]
     assert "Traceback" not in shown.err
     assert shown.out == ""
-
-
-def test_plans_are_predicted_from_profiles_of_other_models_on_a_device(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = chain([PAGE, PAGE, 2 * PAGE])
-    for name, device in (("other", "board"), ("more", "phone")):
-        profile = replace(profile_of(other, op_s=2e-3, bandwidth=PAGE / 1e-3), device=device)
-        (folder / device).mkdir()
-        (folder / device / f"{name}.graph.json").write_bytes(cohabit.planner.graph.encode(other))
-        (folder / device / f"{name}.profile.json").write_bytes(cohabit.planner.profile.encode(profile))
-    flags = ["plan", *PAIR[:2], "--memory", "28KiB", "--search", "on_demand", "--predicted"]
-    assert main([*flags, "board"]) == 0
-    assert "on board, predicted from 1 profiles" in capsys.readouterr().out
-    profile = cohabit.planner.profile.decode(Path("plans/chain-b1.profile.json").read_bytes())
-    assert profile.op_seconds == pytest.approx((2e-3,) * len(GRAPH.ops))
-    for path in (folder / "phone").iterdir():
-        path.rename(folder / "board" / path.name)
-    assert main([*flags, "board"]) == 2
-    assert "board has profiles of several devices: board, phone" in capsys.readouterr().err
 
 
 def test_show_finds_the_graph_and_the_profile_near_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,64 +237,11 @@ def test_show_opens_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "chain, batch 1" in Path(opened[0].removeprefix("file://")).read_text()
 
 
-def test_compare_shows_every_searcher_and_hides_no_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(compare_plans, "SEARCHERS", (*registry.SEARCHERS, "missing"))
-    searchers = ["--search", "best,on_demand,missing"]
-    monkeypatch.setattr(registry, "_SEARCHERS", registry._SEARCHERS | {"missing": ("nowhere:Nothing",)})
-    monkeypatch.setattr(registry, "SEARCHERS", compare_plans.SEARCHERS)
-    assert (
-        main(["compare-plans", *PAIR, "--memory", "48KiB", "--evaluations", "2", *searchers, "--output", "kept"])
-        == 1
-    )
-    shown = capsys.readouterr()
-    rows = {line.split()[0]: line for line in shown.out.splitlines() if line.strip()}
-    assert "no plan" in rows["missing"]
-    assert "cohabit: missing: a bug of this searcher: ModuleNotFoundError" in shown.err
-    assert "one budget" in rows["on_demand"]
-    assert "KiB + " in rows["best"]
-    assert len(list(Path("kept").glob("*.plan.json"))) == 2
-
-
-def test_the_words_of_tables_are_explained_and_two_questions_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    """A plan of one budget beats those that serve, and only the help said why."""
-    shown = {}
-    for names in ("best", "best,on_demand"):
-        assert main(["compare-plans", *PAIR, "--memory", "48KiB", "--search", names, "--evaluations", "2"]) == 0
-        shown[names] = " ".join(capsys.readouterr().out.split())
-    assert all("bound: less is impossible in this memory" in said for said in shown.values())
-    assert "These answer two questions" not in shown["best"]
-    assert "These answer two questions" in shown["best,on_demand"]
+def test_the_words_of_tables_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
     path = planned()
     assert "gap: latency over the bound" in " ".join(capsys.readouterr().out.split())
     assert main(["show", str(path)]) == 0
     assert "gap: latency over the bound" in " ".join(capsys.readouterr().out.split())
-
-
-def test_compare_says_where_a_searcher_failed_and_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
-        if searcher == "interval":
-            raise KeyError("conv1")
-        return registry.make(searcher, problem, seed)
-
-    monkeypatch.setattr("cohabit.planner.search.driver.make", make)
-    searchers = ["--search", "interval,on_demand"]
-    assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 1
-    shown = capsys.readouterr()
-    says = (
-        r"interval: a bug of this searcher: KeyError: 'conv1', in make \(test_plan_cli.py, line \d+\)\. The others"
-    )
-    assert re.search(says, shown.err.replace("\n", " "))
-    assert "--output DIR writes" in shown.err
-    assert "on_demand" in shown.out
-
-
-def test_compare_in_too_little_memory_says_how_much_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare-plans", *PAIR, "--memory", "4KiB", "--search", "best,on_demand"]) == 1
-    assert capsys.readouterr().err.count("needs a budget of 20.0 KiB") == 2
 
 
 def test_nonsense_in_a_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,6 +276,18 @@ def test_a_model_is_lowered_measured_and_planned(folder: Path, capsys: pytest.Ca
     assert "tiny, batch 2, in 64.0 KiB" in capsys.readouterr().out
     assert main([*command, "--batch-sizes", "1,100"]) == 2
     assert "--batch-sizes: tiny was not exported for batch 100" in capsys.readouterr().err
+
+
+def test_a_model_s_own_configuration_is_planned_as_it_is_served(folder: Path) -> None:
+    path = folder / "models" / "wide" / "1" / "model.pt2"
+    models.export(models.Wide(), {"x": torch.zeros(3, 384)}, path)
+    (path.parents[1] / "config.pbtxt").write_text(
+        "max_batch_size: 4 parameters { key: 'weights' value { string_value: 'bfloat16' } }"
+    )
+    assert main(["plan", "models/wide", "--memory", "1MiB", "--cache", "cache", "--search", "on_demand"]) == 0
+    (written,) = Path("plans").glob("wide*.graph.json")
+    graph = cohabit.planner.graph.decode(written.read_bytes())
+    assert {t.codec for t in graph.tensors if t.kind == "parameter"} == {"bfloat16"}
 
 
 def test_a_share_of_the_weights_counts_tables_of_the_host_store_as_serving_does(
@@ -424,7 +349,7 @@ def test_ticks_are_round_and_few() -> None:
 
 
 def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("plan", "show", "compare-plans"):
+    for command in ("plan", "show"):
         with pytest.raises(SystemExit) as stop:
             main([command, "--help"])
         assert stop.value.code == 0
@@ -434,7 +359,7 @@ def test_help_names_every_searcher(capsys: pytest.CaptureFixture[str]) -> None:
             assert all(name in printed for name in (*registry.SEARCHERS, *registry.BASELINES))
 
 
-@pytest.mark.parametrize("command", ["plan", "compare-plans", "tile", "profile", "show"])
+@pytest.mark.parametrize("command", ["plan", "tile", "profile", "show"])
 def test_help_imports_no_planner(command: str) -> None:
     script = f"""
 import sys
@@ -452,19 +377,3 @@ print(sorted({{"numpy", "numba", "scipy", "torch"}} & set(sys.modules)), file=sy
 
 def test_tile_names_every_search_of_tilings() -> None:
     assert set(SEARCH_NAMES) == SEARCHES.keys()
-
-
-def test_a_searcher_that_cannot_plan_such_a_problem_is_a_result(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def make(searcher: str, problem: Problem, seed: int) -> AnySearcher:
-        if searcher == "interval":
-            raise UnsupportedProblem("it plans chains of two")
-        return registry.make(searcher, problem, seed)
-
-    monkeypatch.setattr("cohabit.planner.search.driver.make", make)
-    searchers = ["--search", "interval,on_demand"]
-    assert main(["compare-plans", *PAIR, "--memory", "28KiB", *searchers]) == 0
-    shown = capsys.readouterr()
-    assert "cohabit: interval: it plans chains of two" in shown.err
-    assert "on_demand" in shown.out

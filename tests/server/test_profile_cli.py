@@ -8,6 +8,8 @@ import torch
 from cohabit.server.cli import main
 from tests.support.runtime import models
 
+pytestmark = pytest.mark.process
+
 
 def test_profile_shows_a_model_s_times_and_the_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "wide" / "1" / "model.pt2"

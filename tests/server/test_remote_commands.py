@@ -16,6 +16,8 @@ from cohabit.server.ipc.model import ModelFootprint, ModelKey
 from tests.support.server.server_fakes import FakeLoaded, Running, adder, identity, running, serving
 from tests.support.server.server_http import infer, x
 
+pytestmark = pytest.mark.process
+
 TOKEN, CONTROL = "infer-token-0123456789", "control-token-0123456789"
 
 
@@ -41,7 +43,14 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     loaded.failures = {ModelKey("damaged", 1): "model.pt2 is [truncated]"}
     loaded.footprints = {
         ModelKey("adder", 3): ModelFootprint(
-            3 << 20, 400, 100, {Bucket(1): 0.5}, {Bucket(1): 0.4}, 0, {Bucket(1): 2 << 20, Bucket(8): 9 << 20}
+            3 << 20,
+            400,
+            100,
+            {Bucket(1): 0.5},
+            {Bucket(1): 0.4},
+            0,
+            {Bucket(1): 2 << 20, Bucket(8): 9 << 20},
+            {Bucket(1): ("best (genetic)", 238)},
         )
     }
     with running(loaded, strict_readiness=False) as handle:
@@ -56,10 +65,13 @@ def run(server: Running, *arguments: str) -> int:
 def test_models_are_listed_with_their_memory_and_reasons(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(own, "models") == 0
     lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
-    assert all(part in lines["adder"] for part in ("3", "READY", "3.0 MiB", "25.0%"))
+    assert all(
+        part in lines["adder"] for part in ("3", "READY", "3.0 MiB", "25.0%", "best (genetic), 238 candidates")
+    )
     assert all(part in lines["damaged"] for part in ("UNAVAILABLE", "model.pt2 is [truncated]"))
     assert " ".join(lines["of"].split()) == (
-        "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1"
+        "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1 (for one model:"
+        " max_batch_size of its config.pbtxt)"
     )
 
 

@@ -14,6 +14,8 @@ from cohabit.server.ipc.statistics import ModelStatistics
 from tests.support.server.server_fakes import FakeServable, Gate, Running, eventually, identity, running, serving
 from tests.support.server.server_http import HEADER_LENGTH, Answer, ask, infer, x
 
+pytestmark = pytest.mark.process
+
 
 @dataclass
 class Slow:

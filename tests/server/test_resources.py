@@ -35,6 +35,8 @@ from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource
 from tests.support.runtime.cuda_fake import FakeDriver
 
+pytestmark = pytest.mark.process
+
 MACHINE = 64
 
 

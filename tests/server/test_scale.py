@@ -17,6 +17,8 @@ from cohabit.server.scale.assigner import Assigner
 from cohabit.server.scale.routing import ForwardedAnswer, ForwardedRequest, Router
 from cohabit.server.scale.settings import plan_engines
 
+pytestmark = pytest.mark.process
+
 LIVE = "/v2/health/live"
 
 

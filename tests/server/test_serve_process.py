@@ -19,6 +19,8 @@ from cohabit.server.serve import Server
 from tests.support.server.server_fakes import config, eventually, identity, running, serving
 from tests.support.server.server_http import ask, infer, x
 
+pytestmark = pytest.mark.process
+
 PROGRAM = "tests.support.server.drain_program"
 ROOT = Path(__file__).parents[2]
 

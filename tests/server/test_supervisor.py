@@ -25,6 +25,8 @@ from tests.support.server import fake_engine, frontends
 from tests.support.server.frontends import FrontEnd, rows, until_entered
 from tests.support.server.server_fakes import identity, refused
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +344,7 @@ async def start():
 asyncio.run(start())
 heavy = {{name.partition('.')[0] for name in sys.modules}}
 heavy &= {{'torch', 'numba', 'llvmlite', 'scipy', 'transformers', {unused!r}}}
-words = {{f'cohabit.planner.{{name}}' for name in ('errors', 'free_list', 'memory', 'shapes')}}
+words = {{f'cohabit.planner.{{name}}' for name in ('errors', 'free_list', 'memory', 'parts', 'shapes')}}
 ours = {{name for name in sys.modules if name.startswith(('cohabit.planner.', 'cohabit.runtime'))}}
 assert not heavy, heavy
 assert ours == words, ours

@@ -27,6 +27,8 @@ from cohabit.server.observe.trace_file import TraceFile
 from tests.support.server.server_fakes import FakeServable, Running, broken, eventually, identity, running, serving
 from tests.support.server.server_http import ask, infer, x
 
+pytestmark = pytest.mark.process
+
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{PARENT}-01"
 

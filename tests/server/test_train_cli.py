@@ -7,6 +7,8 @@ import pytest
 
 from cohabit.server.cli import main
 
+pytestmark = pytest.mark.process
+
 SCRIPT = """
 import os
 import signal

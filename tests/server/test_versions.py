@@ -31,6 +31,8 @@ from tests.support.server.metrics_client import scrape
 from tests.support.server.server_fakes import FakeLoaded, FakeServable, Running, identity, refused, running, serving
 from tests.support.server.transport_fakes import FakeEngine, FakeModel
 
+pytestmark = pytest.mark.process
+
 VERSIONS = (1, 2, 10)
 X = np.array([[1, 2, 3, 4]], np.float32)
 

@@ -105,17 +105,25 @@ class SuperNeurons(Baseline):
         return program
 
 
-class Tflms(Baseline):
-    """Swaps feature maps whose backward use is further from their forward uses, in ops, than a threshold.
+COUNTS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of tensors that TFLMS tries to swap, besides all."""
 
-    In the paper, users set the threshold and how far ahead swap-ins are. Here every power of two is tried, and swap-ins
-    are as early as memory allows.
+
+class Tflms(Baseline):
+    """Swaps the first `n` feature maps whose backward use is further away, in ops, than a threshold.
+
+    In the paper, users set the threshold, `n` and how far ahead swap-ins are. Here every power of two is tried with
+    each of COUNTS, and swap-ins are as early as memory allows.
     """
 
     name = "tflms"
 
     def _find(self) -> Iterator[Schedule | None]:
-        distance = {g: g.next_use - g.last_use for g in self._feature_maps()}
+        distance = {g: g.next_use - g.last_use for g in self._feature_maps()}  # in order of their last forward use
         powers = range(max(distance.values(), default=0).bit_length(), -1, -1)
-        for far in dict.fromkeys(frozenset(g for g, d in distance.items() if d > 1 << p) for p in powers):
-            yield self._schedule_of_choices(Choice.SWAP if g in far else Choice.KEEP for g in self._gaps.all)
+        tried = []
+        for power in powers:
+            far = [g for g, ops in distance.items() if ops > 1 << power]
+            tried += [frozenset(far), *(frozenset(far[:count]) for count in COUNTS if count < len(far))]
+        for swapped in dict.fromkeys(tried):
+            yield self._schedule_of_choices(Choice.SWAP if g in swapped else Choice.KEEP for g in self._gaps.all)

@@ -77,10 +77,19 @@ class AllocationSpace:
         left = self.memory_bytes - int(each @ counts)
         if left > 0 and weight.sum() > 0:
             counts += np.minimum((left * weight / weight.sum()).astype(np.int64) // each, most - least)
+        return self.filled(Allocation(classes, counts), rng)
+
+    def filled(self, allocation: Allocation, rng: np.random.Generator) -> Allocation:
+        """Add objects that can be in use, class by class in random order, until none fits in memory.
+
+        Crossover averages counts and the paper's repair only takes objects away, so memory would be left unused.
+        """
+        each, counts = object_bytes(self.sizes, allocation.classes), allocation.counts.copy()
+        most = np.maximum(self.most(allocation.classes), self.least(allocation.classes))
         for c in rng.permutation(len(each)).tolist():
             left = self.memory_bytes - int(each @ counts)
             counts[c] += max(min(left // int(each[c]), int(most[c] - counts[c])), 0)
-        return Allocation(classes, counts)
+        return Allocation(allocation.classes, counts)
 
     def random_classes(self, rng: np.random.Generator) -> Ints:
         """Return a random CLS of the space."""

@@ -29,19 +29,18 @@ def fitting_pools(
     graph: Graph,
     steps: Sequence[Step],
     memory: torch.Tensor,
-    waste_bytes: int = 0,
-    residents: Sequence[int] = (),
+    overhead_bytes: int = 0,
 ) -> Iterator[AllocatorPool]:
     """Yield pools over `memory` that hold a graph's tensors throughout these steps.
 
     The pools differ in the number of segments for small tensors. The caller closes each before asking for the next.
-    `waste_bytes` of every op's scratch account for the pool's own waste and are not allocated. `residents` are counted
-    weights, in the pool from the start. Raises MemoryExceeded if there is no pool, or no further one.
+    Each op's scratch includes `overhead_bytes` for the allocator; these are not allocated here. Raises MemoryExceeded
+    if there is no pool, or no further one.
     """
     for small_segments in _divisions(memory.nbytes):
         with streams.driver.on(streams.compute):
             pool = streams.driver.pool(memory, large_bytes(memory.nbytes, small_segments))
-        if fits(streams, graph, steps, pool, waste_bytes, residents):
+        if fits(streams, graph, steps, pool, overhead_bytes):
             yield pool
         else:
             pool.close()
@@ -64,10 +63,9 @@ def fits(
     graph: Graph,
     steps: Sequence[Step],
     pool: AllocatorPool,
-    waste_bytes: int = 0,
-    residents: Sequence[int] = (),
+    overhead_bytes: int = 0,
 ) -> bool:
-    """Whether a pool can hold the counted tensors of these steps, with `residents` from the start."""
+    """Whether a pool can hold the counted tensors of these steps."""
     driver = streams.driver
     ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
     last_use = {i: n for n, op in ops.items() for i in (*op.reads, *op.writes)}
@@ -79,7 +77,7 @@ def fits(
 
     with driver.on(streams.compute), driver.allocating(pool):
         try:
-            held = {i: make(graph.tensors[i].nbytes) for i in (*graph.inputs, *residents)}
+            held = {i: make(graph.tensors[i].nbytes) for i in graph.inputs}
             for n, step in enumerate(steps):
                 if isinstance(step, Drop):
                     held.pop(step.tensor, None)
@@ -87,9 +85,9 @@ def fits(
                     held[step.tensor] = make(graph.tensors[step.tensor].nbytes)
                 elif isinstance(step, Compute):
                     held |= {i: make(graph.tensors[i].nbytes) for i in ops[n].writes}
-                    make(ops[n].scratch_bytes - waste_bytes)
+                    make(ops[n].scratch_bytes - overhead_bytes)
                     done = [i for i in held if last_use.get(i, -1) <= n and i not in kept]
-                    for i in [i for i in done if not graph.tensors[i].is_weight]:
+                    for i in done:
                         del held[i]
             held.clear()
         except torch.OutOfMemoryError:
@@ -98,7 +96,7 @@ def fits(
 
 
 def _divisions(nbytes: int) -> Iterator[int]:
-    """Yield numbers of small segments to try: the fewest first, small segments only last."""
+    """Yield numbers of small segments to try: 1, 2, ...; last, a pool of small segments alone."""
     for small_segments in range(1, MOST_SMALL_SEGMENTS + 1):
         if large_bytes(nbytes, small_segments):
             yield small_segments

@@ -49,24 +49,6 @@ def read_profile(path: Path, graph: Graph) -> Profile:
     return profile
 
 
-def read_profiles(folder: Path) -> list[tuple[Graph, Profile]]:
-    """Read a folder's graphs with profiles, all from one device. Raises FormatError or ConfigError."""
-    found = []
-    for path in sorted(folder.glob(f"*{_GRAPH}")):
-        profile = path.with_name(path.name.removesuffix(_GRAPH) + _PROFILE)
-        if profile.exists():
-            graph = read_graph(path)
-            found.append((graph, read_profile(profile, graph)))
-    if not found:
-        raise ConfigError(
-            f"{folder} has no NAME{_GRAPH} with its NAME{_PROFILE}; run `cohabit plan MODEL --output DIR` on the device"
-        )
-    devices = sorted({profile.device for _, profile in found})
-    if len(devices) > 1:
-        raise ConfigError(f"{folder} has profiles of several devices: {', '.join(devices)}; give each a folder")
-    return found
-
-
 def write_graph(folder: Path, graph: Graph) -> Path:
     return write_file(folder / f"{_stem(graph)}{_GRAPH}", cohabit.planner.graph.encode(graph))
 

@@ -40,13 +40,6 @@ def add_subject(
         metavar="FILE",
         help="profile of that graph",
     )
-    measured.add_argument(
-        "--predicted",
-        type=Path,
-        metavar="DIR",
-        help="predict op times, of MODEL or --graph, from graphs and profiles of other models that were measured on a"
-        " device which is not here: a folder that `cohabit plan` wrote there",
-    )
     add_measuring(parser)
 
 
@@ -56,21 +49,13 @@ def add_measuring(parser: argparse.ArgumentParser, *more: str) -> None:
         add_flag(group, BY_KEY[key])
 
 
-def add_effort(parser: argparse.ArgumentParser, time_limit: str | None) -> None:
-    parser.add_argument(
-        "--single",
-        action="store_true",
-        help="plan the memory as one budget with `best` and `genetic`, too, which by default split it into a partition"
-        " and a workspace, as serving does",
-    )
+def add_effort(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("search effort")
-    default = "chosen by the searcher" if time_limit is None else f"{time_limit} for each searcher"
     group.add_argument(
         "--time-limit",
         type=typed(_duration),
-        default=time_limit,
         metavar="TIME",
-        help=f"10s, 2m, 500ms (default: {default})",
+        help="10s, 2m, 500ms (default: chosen by the searcher)",
     )
     group.add_argument(
         "--evaluations",

@@ -1,4 +1,4 @@
-"""Graphs with profiles to plan for: measured here, predicted, or read from files."""
+"""Graphs with profiles to plan for: measured here, or read from files."""
 
 import argparse
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.search.registry import can_plan
-from cohabit.server.commands.planning.files import read_graph, read_profile, read_profiles
+from cohabit.server.commands.planning.files import read_graph, read_profile
 from cohabit.server.commands.planning.flags import MEASURING, MemoryBudget
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.config.sources import config_of, given
@@ -40,7 +40,7 @@ class MeasuredGraph:
         from cohabit.planner.warm import warm_up
 
         nbytes = self.bytes_of(memory)
-        single = options.single or not can_plan(searcher, Problem(self.graph, self.profile, Memory(nbytes)))
+        single = not can_plan(searcher, Problem(self.graph, self.profile, Memory(nbytes)))
         if options.time_limit is not None:  # the limit is for searching, not for compiling
             progress.doing(f"compiling the loops of {searcher}")
             warm_up(searcher, single=single)
@@ -63,8 +63,6 @@ class MeasuredGraph:
 
 def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
     """Return one per bucket, smallest first. Raises CohabitError."""
-    if options.predicted is not None:
-        return _predicted(options, on_progress)
     if options.model is None:
         if options.graph is None or options.profile is None:
             raise ConfigError("give a MODEL, or both --graph and --profile")
@@ -76,41 +74,22 @@ def measured_graphs(options: argparse.Namespace, on_progress: Callable[[str], No
     return _measured(options, on_progress)
 
 
-def _predicted(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
-    """Return graphs with predicted profiles for the device of a folder's profiles."""
-    from cohabit.planner.papers.tensile.latency import predicted
-
-    if options.profile is not None:
-        raise ConfigError("--predicted takes the place of --profile; leave out one of them")
-    if (options.model is None) == (options.graph is None):
-        raise ConfigError("--predicted needs what to predict for: give a MODEL or --graph")
-    known = read_profiles(options.predicted)
-    if options.graph is not None:
-        graph = read_graph(options.graph)
-        return [_of_file(options, graph, predicted(graph, known))]
-    return [replace(i, profile=predicted(i.graph, known)) for i in _measured(options, on_progress, quick=True)]
-
-
 def _of_file(options: argparse.Namespace, graph: Graph, profile: Profile) -> MeasuredGraph:
     if options.batch_sizes not in (None, (graph.batch,)):
         raise ConfigError(f"--batch-sizes: {options.graph} is a graph for batch {graph.batch}")
     return MeasuredGraph(graph, profile, graph.weight_bytes)
 
 
-def _measured(
-    options: argparse.Namespace, on_progress: Callable[[str], None], *, quick: bool = False
-) -> list[MeasuredGraph]:
+def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
     from cohabit.server.repository.scan import find
 
     config = config_of({"repository": str(options.model), "memory": "1B", **given(options, MEASURING)})
     config = replace(config, batch_sizes=options.batch_sizes or (1,))
-    source = replace(find(options.model), config=None)
+    source = find(options.model)
     on_progress(f"{source.name}: starting torch")
     from cohabit.server.deploy.prepare import lowered_and_measured
 
-    prepared = lowered_and_measured(
-        source, config, lambda name, stage: on_progress(f"{name}: {stage}"), quick=quick
-    )
+    prepared = lowered_and_measured(source, config, lambda name, stage: on_progress(f"{name}: {stage}"))
     graphs, profiles, batches = prepared.lowered.graphs, prepared.profiles, prepared.lowered.batches
     if missing := sorted(set(options.batch_sizes or ()) - set(batches)):
         has = ", ".join(map(str, batches)) if not prepared.lowered.batched else "smaller ones"

@@ -6,7 +6,7 @@ import socket
 import ssl
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from cohabit.server.activations import Activations
 from cohabit.server.errors import ConfigError, RemoteError
@@ -30,11 +31,19 @@ class Metrics(NamedTuple):
     memory_bytes: Mapping[str, float]
     """Bytes of the arena, by use."""
     activations: Sequence[Activations]
+    plans: Mapping[tuple[str, str], tuple[str, int]]
+    """By model and version: the search that found the plan of its smallest batch, and the candidates that it tried."""
 
 
 def _activations(labels: Mapping[str, str], nbytes: float) -> Activations:
     bucket = "x".join(filter(None, (labels["batch"], labels.get("sizes", ""))))
     return Activations(labels["model"], int(labels["batch"]), bucket, round(nbytes))
+
+
+def _plans(samples: Iterable[Sample]) -> dict[tuple[str, str], tuple[str, int]]:
+    found = [s for s in samples if s.name == "cohabit_plan_evaluations"]
+    found.sort(key=lambda s: int(s.labels["batch"]), reverse=True)
+    return {(s.labels["model"], s.labels["version"]): (s.labels["search"], round(s.value)) for s in found}
 
 
 _MOST_BYTES = 64 << 20
@@ -83,6 +92,7 @@ class RemoteServer:
                 versions,
                 {s.labels["use"]: s.value for s in samples if s.name == "cohabit_memory_bytes"},
                 [_activations(s.labels, s.value) for s in samples if s.name == "cohabit_activation_bytes"],
+                _plans(samples),
             )
         except ValueError as error:
             raise RemoteError(f"{self.url}/metrics is not in Prometheus' format: {error}") from error

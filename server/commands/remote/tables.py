@@ -1,6 +1,7 @@
 """The tables of `cohabit models` and `cohabit stats`."""
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from rich.table import Table
@@ -14,10 +15,14 @@ _NOTHING = "-"
 _STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}
 
 
-def models(index: Iterable[Mapping[str, str]], metrics: VersionSamples) -> Table:
-    """List a repository index, with the models' memory."""
-    text = ("model", "state", "reason")
-    table = make_table("model", "version", "state", "partition", "resident", "reason", left=text)
+def models(
+    index: Iterable[Mapping[str, str]],
+    metrics: VersionSamples,
+    plans: Mapping[tuple[str, str], tuple[str, int]] = MappingProxyType({}),
+) -> Table:
+    """List a repository index, with the models' memory, and the search and number of candidates of their plans."""
+    text = ("model", "state", "plan", "reason")
+    table = make_table("model", "version", "state", "partition", "resident", "plan", "reason", left=text)
     for entry in index:
         state = entry.get("state", "")
         own = entry["name"], entry.get("version", "")
@@ -27,6 +32,7 @@ def models(index: Iterable[Mapping[str, str]], metrics: VersionSamples) -> Table
             Text(state or "not loaded", style=_STATES.get(state, "dim")),
             _bytes(metrics.get(("cohabit_partition_bytes", *own))),
             _share(metrics.get(("cohabit_resident_share", *own))),
+            Text("{}, {} candidates".format(*plans[own]) if own in plans else _NOTHING),
             Text(entry.get("reason", "")),
         )
     return table

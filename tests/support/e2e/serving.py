@@ -38,7 +38,7 @@ from cohabit.server.serve import Server
 
 ROOT = Path(__file__).parents[3]
 READY_S = 120.0
-QUICK_SEARCH = "streaming"
+QUICK_SEARCH = "genetic"
 """The searcher of servers whose tests do not depend on how good plans are; activations have to fit."""
 
 Arrays = Mapping[str, NDArray[Any]]

@@ -105,8 +105,6 @@ class FakePool:
     closed: bool = False
     is_busy: Callable[["FakePool"], bool] = lambda pool: False
     uncapturable: bool = False
-    layouts: list[str] = field(default_factory=list)
-    """What it looks like whenever somebody asks; then always the same."""
     left_bytes: int | None = None
     """Bytes that a kernel may have beside what there is."""
     tensors: dict[int, "weakref.ref[torch.Tensor]"] = field(default_factory=dict)
@@ -115,10 +113,6 @@ class FakePool:
     @property
     def nbytes(self) -> int:
         return self.memory.nbytes
-
-    @property
-    def layout(self) -> str:
-        return self.layouts.pop(0) if self.layouts else ""
 
     def note(self, tensor: torch.Tensor) -> None:
         key = id(tensor)
@@ -179,9 +173,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 class FakeDriver:
     """Seeded. `is_working()` and errors are as in CUDA: a kernel's failure shows when a thread blocks."""
-
-    layouts: tuple[str, ...] = ()
-    """Of each pool from now on."""
 
     def __init__(self, seed: int = 0, total_bytes: int = 1 << 30) -> None:
         self.device = torch.device("cpu")
@@ -524,8 +515,7 @@ class FakeDriver:
 
     def pool(self, memory: torch.Tensor, large_bytes: int) -> FakePool:
         assert self._is_device(memory) or not memory.nbytes
-        layouts = list(self.layouts)
-        self._pools.append(FakePool(memory, memory.nbytes - large_bytes, is_busy=self._is_busy, layouts=layouts))
+        self._pools.append(FakePool(memory, memory.nbytes - large_bytes, is_busy=self._is_busy))
         return self._pools[-1]
 
     def _is_busy(self, pool: FakePool) -> bool:
@@ -549,13 +539,6 @@ class FakeDriver:
         with torch.inference_mode():
             kernels()
         return sum(self._chosen_plan_bytes(getattr(self._local, "pool", None))) or self.kernel_bytes
-
-    def random_state(self) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_random_state(self, state: torch.Tensor) -> None:
-        assert not self._queued(), "kernels under way take random numbers"
-        torch.set_rng_state(state)
 
     @contextmanager
     def tf32(self, allowed: Tf32) -> Iterator[None]:

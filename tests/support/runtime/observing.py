@@ -20,12 +20,11 @@ def observed(program: Program, observe: Callable[[int, Frame], None]) -> Program
 
 
 def note_held(held: dict[int, int], program: Program, arena: range) -> Program:
-    """The program, which notes before each op the bytes that inputs, activations and counted parameters hold."""
+    """The program, which notes before each op the bytes that inputs and activations hold."""
 
     def note(step: int, frame: Frame) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves(frame) if isinstance(leaf, torch.Tensor)]
         storages = [t.untyped_storage() for t in tensors if t.data_ptr() not in arena]
-        storages += [t._storage for t in program.offloaded if t.spill.is_weight and t._storage is not None]
         held[step] = sum({s._cdata: s.nbytes() for s in storages}.values())
 
     return observed(program, note)

@@ -4,9 +4,8 @@ from itertools import accumulate
 
 from msgspec import structs
 
-from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
-from cohabit.planner.memory import Memory, single_budget
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.table import (
@@ -17,7 +16,6 @@ from cohabit.planner.schedule.table import (
     SWAP_OUT,
     Action,
     columns,
-    counted,
     peak_bytes,
     scheduled,
 )
@@ -59,23 +57,6 @@ def streaming_plan(graph: Graph, resident: frozenset[int] = frozenset()) -> Plan
     return Plan(graph.fingerprint, "", memory, pool, tuple(residents), tuple(steps))
 
 
-def partly_addressed_plan(graph: Graph) -> Plan:
-    """One resident, and every other streamed parameter from the pool, without an address."""
-    base = streaming_plan(graph, frozenset(graph.parameters[:1]))
-    pooled = graph.parameters[1::2]
-    more = _up(sum(graph.tensors[i].aligned_bytes for i in pooled), 4096)
-
-    def moved(step: Step) -> Step:
-        if not isinstance(step, SwapIn) or step.address is None:
-            return step
-        address = None if step.tensor in pooled else Address("workspace", step.address.offset + more)
-        return structs.replace(step, address=address)
-
-    memory = Memory(base.memory.workspace_bytes + more, base.memory.partition_bytes)
-    pool_bytes = base.pool_bytes + more
-    return structs.replace(base, memory=memory, pool_bytes=pool_bytes, steps=tuple(map(moved, base.steps)))
-
-
 def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
     """Every parameter is resident; every activation but those to keep leaves when the next op does not use it."""
     bare = without_parameters(graph)
@@ -93,46 +74,6 @@ def offloading_plan(graph: Graph, keep: frozenset[int] = frozenset()) -> Plan:
         # A swap-out waits for all uses so far.
         rows.append((verb, what, NOTHING, used[what] if verb == SWAP_OUT else NOTHING))
     return structs.replace(write(problem, scheduled(problem.arrays, rows, homes, pool), pool), profile="")
-
-
-def recomputing_plan(graph: Graph) -> Plan:
-    """Everything is counted; an activation that the next op does not read is dropped, and computed again if need be."""
-    producer = {t: k for k, op in enumerate(graph.ops) for t in op.writes}
-    here, last = set(graph.inputs), len(graph.ops) - 1
-    actions: list[Action] = []
-    kept = {t for op in graph.ops for t in op.mutates}  # an op changes a tensor in place once
-    for op in graph.ops:
-        if kept.intersection(op.touched):
-            kept |= set(op.writes)
-
-    def make(k: int) -> None:
-        op = graph.ops[k]
-        for t in op.reads:
-            if graph.tensors[t].kind == "activation" and t not in here:
-                make(producer[t])
-        actions.extend((DROP, t) for t in op.writes if t in here)  # a sibling of what is missing
-        actions.append((COMPUTE, k))
-        here.update(op.writes)
-
-    for k in range(len(graph.ops)):
-        make(k)
-        later = {t for op in graph.ops[k + 1 :] for t in op.touched}
-        needed = {
-            *graph.inputs,
-            *graph.outputs,
-            *(graph.ops[k + 1].touched if k < last else ()),
-            *(kept & later),
-        }
-        dropped = sorted(here - needed)
-        actions += [(DROP, t) for t in dropped]
-        here.difference_update(dropped)
-    arrays = GraphArrays.of(graph, profile_of(graph))
-    weights = [t for t, tensor in enumerate(graph.tensors) if tensor.is_weight]
-    memory_bytes = peak_bytes(arrays, *columns(actions), weights)
-    schedule = counted(arrays, *columns(actions), weights, memory_bytes)
-    assert schedule is not None
-    problem = Problem(graph, profile_of(graph), single_budget(memory_bytes))
-    return structs.replace(write(problem, schedule, memory_bytes), profile="")
 
 
 def with_room(plan: Plan, nbytes: int) -> Plan:

@@ -1,4 +1,4 @@
-"""Simulated annealing over the choice of parameters to stream, to keep, or to release and restore."""
+"""Mutation of streaming decisions: a short annealing walk over which parameters to stream, keep, or release."""
 
 from typing import Final, NamedTuple
 
@@ -63,7 +63,7 @@ class Critical(NamedTuple):
 
 
 @compiled
-def anneal(
+def walk(
     work: Arrays,
     numbering: Numbering,
     start: Decisions,

@@ -59,42 +59,11 @@ def mutate_schedule(order: Ints, rule: Precedence, probability: float, rng: np.r
 
 
 def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:
-    """Return a random permutation of the ops made an order, in one of two ways.
+    """Return an order that runs a random ready op at each step.
 
-    Half of the time, the dataflow scheduler runs the first ready op of the permutation; else a depth-first search sorts
-    the ops. The paper and the thesis leave the distribution open: individuals are "created randomly" (section 5.1), the
-    thesis' Figure 4.4 has schedules that are "randomly permute[d]", and frameworks "perform topological sort" (section
-    4.1; MXNet's is depth-first). With a random ready op at every step instead, no order runs the ops that share weights
-    together, and crossover and mutation hardly bring them together.
+    The paper leaves the distribution open: individuals are "created randomly" (section 5.1).
     """
-    permutation = rng.permutation(len(rule.before))
-    if rng.random() < 0.5:
-        return mutate_schedule(permutation, rule, 0.0, rng)
-    return depth_first(rule, permutation)
-
-
-def depth_first(rule: Precedence, permutation: Ints) -> Ints:
-    """Return the order in which a depth-first search from the last ops to the first ones finishes the ops.
-
-    Of several ops, it visits those first that come first in the permutation.
-    """
-    count = len(permutation)
-    before: list[list[int]] = [[] for _ in range(count)]
-    is_last = rule.start[1:] == rule.start[:-1]
-    for k in permutation[::-1].tolist():  # the top of the stack is visited first
-        for j in rule.after[rule.start[k] : rule.start[k + 1]].tolist():
-            before[j].append(k)
-    stack = [(k, False) for k in permutation[::-1].tolist() if is_last[k]]
-    is_visited, order = np.zeros(count, np.bool_), []
-    while stack:
-        k, is_finished = stack.pop()
-        if is_finished:
-            order.append(k)
-        elif not is_visited[k]:
-            is_visited[k] = True
-            stack.append((k, True))
-            stack += [(j, False) for j in before[k]]
-    return np.array(order, np.int64)
+    return mutate_schedule(np.arange(len(rule.before)), rule, 1.0, rng)
 
 
 @compiled

@@ -6,6 +6,9 @@ evaluates it. Choices that the paper leaves open:
 - The first generation is random in the paper. Here, a quarter has the graph's own order or the one grouped by weights
   (if ops reread many). Random orders are those of `schedules.random_schedule`. Pools suffice for every op: half have
   random mappings of sizes to classes, half the mapping that needs the least memory.
+- One part of a child mutates, its schedule or its allocation, at a rate drawn per child. The paper chooses one rate per
+  network, with 10 % as a first guess (section 6.1): that changes a hundred ops of every child, in both parts at once.
+- After each repair, objects are added until the memory is used.
 - A generation has one child per member of the population. Only candidates that fit survive, as long as there are
   any.
 - The population is smaller than the paper's 144, which suits 72 cores and half an hour: in ten seconds on one core, it
@@ -21,24 +24,26 @@ from typing import Final
 import numpy as np
 
 from cohabit.planner.arrays import Ints
-from cohabit.planner.order import by_parameters, has_reuse
-from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
-from cohabit.planner.papers.swapadvisor.evolution import Evolution
-from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
-from cohabit.planner.papers.swapadvisor.pools import pool_of, uses_of
-from cohabit.planner.papers.swapadvisor.schedules import (
+from cohabit.planner.genetic.schedules import (
     cross_schedules,
     mutate_schedule,
     precedence,
     random_schedule,
 )
+from cohabit.planner.order import by_parameters, has_reuse
+from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
+from cohabit.planner.papers.swapadvisor.evolution import Evolution
+from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
+from cohabit.planner.papers.swapadvisor.pools import pool_of, uses_of
 from cohabit.planner.problem import Problem
 from cohabit.planner.schedule.serial import require_counted, serial_schedule
 from cohabit.planner.schedule.table import Schedule
 
 POPULATION: Final = 48
-MUTATION: Final = 0.1
-"""The paper chooses it per network; 10 % is its first guess (section 6.1)."""
+ORDER_RATES: Final = (1e-4, 1e-1)
+"""Range of the mutation rate of a schedule, drawn log-uniformly per child."""
+POOL_RATES: Final = (3e-3, 1e-1)
+"""The same for CLS and CNT."""
 THRESHOLD: Final = 1.0
 """In units of the time of a displacement's two copies; see `planner.papers.swapadvisor.pool_swaps`."""
 GIVEN_ORDER: Final = 4
@@ -58,16 +63,18 @@ SERIAL: Final = Chromosome(_NONE, Allocation(_NONE, _NONE))
 """Stands for the serial plan."""
 
 
-class Genetic(Evolution[Chromosome]):
+class SwapAdvisor(Evolution[Chromosome]):
     """Evolves a population of schedules and allocations."""
 
     def __init__(self, problem: Problem, seed: int, *, population: int = POPULATION) -> None:
-        require_counted(problem, "genetic")
+        require_counted(problem, "swapadvisor")
         super().__init__(seed, population)
         self.problem = problem
         self._uses, sizes = uses_of(problem.graph, problem.profile)
         self._space = AllocationSpace(sizes, problem.memory.nbytes)
         self._precedence = precedence(problem.graph)
+        self._share_of_orders = 0.5
+        """Fraction of children whose schedule mutates; the allocation of the others does."""
         self._steps = self._evolve()
 
     def _schedule(self, candidate: Chromosome) -> Schedule | None:
@@ -106,5 +113,12 @@ class Genetic(Evolution[Chromosome]):
         return [Chromosome(order, allocation) for order in orders for allocation in allocations]
 
     def _mutated(self, child: Chromosome) -> Chromosome:
-        order = mutate_schedule(child.order, self._precedence, MUTATION, self._rng)
-        return Chromosome(order, self._space.mutated(child.allocation, MUTATION, self._rng))
+        order, allocation = child.order, child.allocation
+        if self._rng.random() < self._share_of_orders:
+            order = mutate_schedule(order, self._precedence, self._rate(ORDER_RATES), self._rng)
+        else:
+            allocation = self._space.mutated(allocation, self._rate(POOL_RATES), self._rng)
+        return Chromosome(order, self._space.filled(allocation, self._rng))
+
+    def _rate(self, rates: tuple[float, float]) -> float:
+        return float(np.exp(self._rng.uniform(*np.log(rates))))

@@ -10,15 +10,21 @@ from typing import Any
 from cohabit.server.errors import ConfigError
 
 
+def require_script(program: str) -> Path:
+    """Return the file of SCRIPT:FUNCTION. Raises ConfigError if there is none."""
+    path = Path(program.rpartition(":")[0])
+    if not path.is_file():
+        raise ConfigError(f"{program}: there is no file {str(path)!r}; write SCRIPT.py:FUNCTION")
+    return path
+
+
 def function_of_script(program: str) -> Callable[..., Any]:
     """Run a script, and return the function named in SCRIPT:FUNCTION. Raises ConfigError.
 
     As with `python SCRIPT`, it may import modules from its own folder.
     """
+    path = require_script(program)
     text, _, name = program.rpartition(":")
-    path = Path(text)
-    if not path.is_file():
-        raise ConfigError(f"{program}: there is no file {text!r}; write SCRIPT.py:FUNCTION")
     spec = importlib.util.spec_from_file_location("script", path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{program}: {text} is not a Python file; write SCRIPT.py:FUNCTION")

@@ -1,0 +1,12 @@
+"""Importing models, by the name of its command."""
+
+from cohabit.planner.parts import Part, Parts
+
+PARTS: Parts = {
+    "cohabit.commands": {
+        "import": Part(
+            "cohabit.server.commands.import_model",
+            "make a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint",
+        )
+    }
+}
