@@ -564,7 +564,10 @@ class Budget:
         others = self._state_bytes() - state.in_bytes
         return self._saved.limit_bytes - self._updating_bytes - self._saved.in_bytes - others
 
-    def _prefetch_state(self, free_bytes: int) -> None:
+    def _prefetch_state(self, limit_bytes: int) -> None:
+        if all(state.out_bytes == 0 for state in self._states):
+            return
+        free_bytes = limit_bytes - self._state_bytes() - self._record.beside()[1]
         for state in self._states:
             free_bytes -= state.prefetch(free_bytes)
 
