@@ -127,8 +127,9 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
 
 
 def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
-    archives: Archives, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    archives: Archives, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replan, "IDLE_S", 0.1)
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     caplog.set_level("INFO", logger="cohabit")
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
@@ -142,6 +143,34 @@ def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
             again = infer(server.address, MODEL, inputs)
             assert {n: a.tobytes() for n, a in again.items()} == {n: a.tobytes() for n, a in answer.items()}
         assert "quick plans are in use until better ones are found" not in caplog.messages
+
+
+async def test_partition_sizes_wait_until_nothing_has_been_computed_or_searched_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing: Any = None
+    device, slept = SimpleNamespace(computed_s=0.0), list[float]()
+    lanes: Any = [SimpleNamespace(device=device)]
+    replanner, searched = Replanner(nothing, nothing, lanes), asyncio.Event()
+    sleep = asyncio.sleep
+
+    async def sleep_while_others_work(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) <= 3:
+            device.computed_s += 0.5
+        if len(slept) == 5:
+            searched.set()
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_while_others_work)
+
+    async def search() -> None:
+        await searched.wait()
+
+    replanner._background.keep("searching", search)
+    assert await replanner._until_idle() == 1.5
+    assert slept == [replan.IDLE_S] * len(slept)
+    assert len(slept) > 5
 
 
 def test_a_model_that_cannot_be_measured_is_still_served(
