@@ -90,7 +90,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
         model_of(name).save_pretrained(source)
         if name == "llama":
             tokenizer().save(str(source / "tokenizer.json"))
-            written = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+            end = {"__type": "AddedToken", "content": "</s>"}
+            written = {"bos_token": "<s>", "eos_token": end, "chat_template": TEMPLATE}
             (source / "tokenizer_config.json").write_text(json.dumps(written))
         subject = from_folder(source, (), Lengths())
         assert subject.decoding is not None, subject.notes
