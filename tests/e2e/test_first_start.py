@@ -145,7 +145,7 @@ def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
         assert "quick plans are in use until better ones are found" not in caplog.messages
 
 
-async def test_partition_sizes_wait_until_nothing_has_been_computed_or_searched_for_a_while(
+async def test_partition_sizes_wait_until_little_is_computed_and_no_other_search_is_in_progress(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nothing: Any = None
@@ -156,8 +156,7 @@ async def test_partition_sizes_wait_until_nothing_has_been_computed_or_searched_
 
     async def sleep_while_others_work(seconds: float) -> None:
         slept.append(seconds)
-        if len(slept) <= 3:
-            device.computed_s += 0.5
+        device.computed_s += seconds * replan.IDLE_SHARE * (2.0 if len(slept) <= 3 else 0.5)
         if len(slept) == 5:
             searched.set()
         await sleep(0)
@@ -168,9 +167,11 @@ async def test_partition_sizes_wait_until_nothing_has_been_computed_or_searched_
         await searched.wait()
 
     replanner._background.keep("searching", search)
-    assert await replanner._until_idle() == 1.5
+    await replanner._until_idle()
     assert slept == [replan.IDLE_S] * len(slept)
     assert len(slept) > 5
+    searched.set()
+    await replanner.close()
 
 
 def test_a_model_that_cannot_be_measured_is_still_served(
