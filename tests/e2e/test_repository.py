@@ -6,7 +6,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import tritonclient.http as triton
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.runtime.errors import UnsupportedPlan
-from cohabit.server.config.config import Layout
+from cohabit.server.config.config import LAYOUTS
 from cohabit.server.deploy import prepare
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.model import Model, Programs
@@ -108,7 +108,7 @@ def test_a_good_model_serves_beside_broken_ones(broken_and_good: Running, archiv
     np.testing.assert_allclose(output, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archives, layout: str) -> None:
     names = ("ranker", "torchcrepe")
     repository = archives.repository(*names)
