@@ -152,7 +152,7 @@ def searches_table(courses: Courses, problems: Mapping[str, Problem]) -> str:
     ]  # fmt: skip
     header = ["network, start, searched", "seed", "first ms", "best ms", "of resident speed", "mean", "worst",
               "evaluations", "CPU s", "last gain"]  # fmt: skip
-    return markdown_table(header, rows)
+    return markdown_table(header, rows, shown=False)
 
 
 def parts_table(courses: Courses) -> str:

@@ -145,7 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = graph_parser_of("benchmarks.planner.mixing", __doc__).parse_args(argv)
     header = ["net, share, link", "copies / ops", *WAYS]
     header += ["overlap", "recomputation", "swapping", "checkpoints one by one"]
-    sections = ["## Swaps, recomputation, and both\n", MIXING, markdown_table(header, list(mixed(options.cache)))]
+    sections = [
+        "## Swaps, recomputation, and both\n",
+        MIXING,
+        markdown_table(header, list(mixed(options.cache)), shown=False),
+    ]
     header = ["net at 60 %, particles", "number", "first", "last", "within 10 %", "within 1 %", "iterations"]
     sections += ["## Convergence of drawn swarms (Figure 8)\n", SWARM]
     sections.append(markdown_table(header, list(convergence("resnet18", options.cache))))

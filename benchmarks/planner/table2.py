@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for memory, batch, is_flat in track([*cells, *flat], "planning", console=console)
     }
     shaped = markdown_table([*HEADER, *WITH_SCRATCH], [rows[c][0] for c in cells])
-    flattened = markdown_table(HEADER, [rows[c][0] for c in flat])
+    flattened = markdown_table(HEADER, [rows[c][0] for c in flat], shown=False)
     about = TEXT.format(seconds=options.seconds, scratch_mb=CONV_SCRATCH_MB)
     sections = [about, "## Op times by the roofline\n", shaped, "## Flat op times\n", flattened]
     publish(options, "ResNet-152 in little memory: SwapAdvisor's Table 2, replanned", sections)
