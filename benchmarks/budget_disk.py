@@ -5,7 +5,6 @@ device's flash memory. Every contestant trains a net of its own from the same we
 Needs root.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -18,7 +17,7 @@ import torch
 
 import cohabit
 from benchmarks.budget import WARM_STEPS, WAYS, Trained, Way, trained
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, publish
 from benchmarks.training_nets import NETS
 from cohabit.runtime.training.budget import Budget
 from cohabit.runtime.training.residency import Residency
@@ -65,10 +64,9 @@ CONTESTANTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if all losses of the budgets are eager's."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.budget_disk", description=__doc__)
+    parser = parser_of("benchmarks.budget_disk", __doc__, has_folder=False)
     parser.add_argument("--nets", nargs="+", choices=tuple(NETS), default=list(NETS), help="(default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="steps that are measured (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
     options = parser.parse_args(argv)
     if not os.access(_CGROUPS / "cgroup.procs", os.W_OK):
         parser.error(f"{_CGROUPS} cannot be written: this needs root, and cgroups of version 1")
@@ -85,15 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(row)
         print("  ".join(row), flush=True)
     table = markdown_table(["net", "eager s", *(way.name for way in CONTESTANTS)], rows)
-    if options.record:
-        about = (
-            f"Seconds of a step over those of eager PyTorch: medians of {options.rounds} steps, one thread;"
-            f" {WARM_STEPS} steps come before. Budgets are {SHARE} of the first step's peak, and evicted bytes go to a"
-            " file on a disk that reads and writes as many bytes a second as the column says. Copies alone:"
-            " recomputation is switched off. Checkpoints need no disk, but more memory than the budget. *=*: all"
-            " losses are eager's, bit for bit; *other*: they are not.\n"
-        )
-        record("budget-disk", "Training loops over slow disks", "benchmarks.budget_disk", [about, table])
+    about = (
+        f"Seconds of a step over those of eager PyTorch: medians of {options.rounds} steps, one thread;"
+        f" {WARM_STEPS} steps come before. Budgets are {SHARE} of the first step's peak, and evicted bytes go to a"
+        " file on a disk that reads and writes as many bytes a second as the column says. Copies alone:"
+        " recomputation is switched off. Checkpoints need no disk, but more memory than the budget. *=*: all"
+        " losses are eager's, bit for bit; *other*: they are not.\n"
+    )
+    publish(options, "Training loops over slow disks", [about, table])
     return 0 if equal else 1
 
 
