@@ -97,10 +97,10 @@ class Small:
 
 
 NETS = {
-    "llama": Small(lambda: nn.Sequential(*(Layer(128) for _ in range(6))), (4, 64, 128)),
-    "convnext": Small(lambda: nn.Sequential(*(Mixer(32) for _ in range(6))), (4, 32, 20, 20)),
-    "resnet": Small(lambda: nn.Sequential(*(Residual(32) for _ in range(6))), (4, 32, 20, 20)),
-    "tagger": Small(lambda: nn.Sequential(Recurrent(128), nn.ReLU(), Recurrent(128)), (48, 24, 128)),
+    "llama": Small(lambda: nn.Sequential(*(Layer(160) for _ in range(6))), (4, 96, 160)),
+    "convnext": Small(lambda: nn.Sequential(*(Mixer(48) for _ in range(6))), (4, 48, 24, 24)),
+    "resnet": Small(lambda: nn.Sequential(*(Residual(48) for _ in range(6))), (4, 48, 24, 24)),
+    "tagger": Small(lambda: nn.Sequential(Recurrent(192), nn.ReLU(), Recurrent(192)), (64, 24, 192)),
 }
 
 
@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if all losses are eager's."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.budget_small", description=__doc__)
     parser.add_argument("--nets", nargs="+", choices=tuple(NETS), default=list(NETS), help="(default: all)")
-    parser.add_argument("--steps", type=int, default=12, help="steps that are measured (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=8, help="steps that are measured (default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)

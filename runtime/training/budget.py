@@ -117,6 +117,8 @@ def budget(
 
 _TOLERATED = 0.05
 """Fraction of the budget by which a step may exceed it before ops are seen again."""
+_AS_MUCH = 0.95
+"""Fraction of what a departed step saved: a step that saves as much is recorded instead."""
 
 
 @dataclass(slots=True, eq=False)
@@ -212,6 +214,8 @@ class Budget:
         """Number of modes when the context was entered."""
         self._steps = 0
         self._recorded_state_bytes = 0
+        self._awaited_bytes = 0
+        """Bytes saved by a step whose record ends the seeing of ops."""
         self._updating_bytes = 0
         """Bytes beside saved tensors and state when an optimizer's step begins."""
 
@@ -360,6 +364,7 @@ class Budget:
     def _see_ops(self, tensors: list[torch.Tensor]) -> None:
         """Enter the mode, in which whatever ops read may leave memory."""
         kept = self._residency
+        self._saved.owns([])  # which holds them
         held = held_by_others(tensors)
         rehome((tensor for tensor in tensors if tensor.device == self._device), held)
         for storage in distinct_storages(tensors):
@@ -368,6 +373,7 @@ class Budget:
         kept.peak_bytes = kept.used_bytes
         kept.noted = self._note
         self._saved.nbytes_of = kept.nbytes_of
+        self._own()
         # Modes that the loop has entered inside the context stay above.
         above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - self._modes_before)]
         self._mode = _Mode(self)
@@ -479,7 +485,9 @@ class Budget:
     def step_ends(self, whole_bytes: int | None) -> None:
         """All optimizers have made a step; `whole_bytes` is the peak of the first one."""
         self._steps += 1
+        departed_bytes = self._record.departed_bytes
         self._record.end_step(self._saved.packs)
+        over_bytes, self._saved.over_bytes = self._saved.over_bytes, 0
         if self._steps == 1:
             self._recorded_state_bytes = self._all_state_bytes()
             if self._share is not None:
@@ -499,16 +507,17 @@ class Budget:
                 self._residency.limit_bytes = self._limit_bytes or NEVER
             else:
                 self._move_only_saved()
-        elif self._steps == 2 and self._mode is not None and self._record.is_recording:
-            self._record.finish_recording()
-            if self._can_move_only_saved():
+        elif self._mode is not None and self._record.is_recording:
+            if self._record.finish_recording().most_saved < self._awaited_bytes:
+                self._record.begin_recording()
+            elif self._can_move_only_saved():
                 self._move_only_saved()
-        elif self._mode is None and self._steps > 2:
+        elif self._mode is None:
             self._own()
-            if self._saved.exceeded_bytes > max(self._warned_bytes, _TOLERATED * (self._limit_bytes or 0)):
-                self._warn_exceeded()
+            if over_bytes > _TOLERATED * (self._limit_bytes or 0):
+                self._warn_exceeded(over_bytes)
                 if unseen_module(self._owners) is None and not has_compiled():
-                    self._see_ops_again()
+                    self._see_ops_again(departed_bytes)
 
     def _whole_bytes(self, seen_bytes: int) -> int:
         """Return the peak of the first step: as seen, or as recorded and sampled."""
@@ -547,8 +556,13 @@ class Budget:
         saved.has_room = self._prefetch_state
         saved.limit_bytes = limit_bytes
 
-    def _see_ops_again(self) -> None:
-        """Hold the budget by seeing ops from now on: the steps are not like the one that was recorded."""
+    def _see_ops_again(self, departed_bytes: int) -> None:
+        """Hold the budget by seeing ops, until a step is recorded that saves as much as the one that departed.
+
+        If none departed, what the loop holds has exceeded the budget, and ops are seen to the end.
+        """
+        self._awaited_bytes = int(_AS_MUCH * departed_bytes) or NEVER
+        self._record.begin_recording()
         self._saved.limit_bytes = None
         residency = self._residency
         self._see_ops([*lasting(self._owners), *gradients(self._owners)])
@@ -560,8 +574,7 @@ class Budget:
                     for storage in distinct_storages([tensor]):
                         residency.adopt(storage, stays=id(storage) in held)
                     residency.make_room(0)
-                state.close()
-        self._states = []
+                state.stop()
 
     def _bring_in_for_good(self, storage: Any) -> None:
         """Bring in a storage that leaves the mode's care."""
@@ -588,12 +601,14 @@ class Budget:
         for state in self._states:
             free_bytes -= state.prefetch(free_bytes)
 
-    def _warn_exceeded(self) -> None:
-        self._warned_bytes = self._saved.exceeded_bytes
+    def _warn_exceeded(self, over_bytes: int) -> None:
+        if over_bytes <= self._warned_bytes:
+            return
+        self._warned_bytes = over_bytes
         _log.warning(
             "the budget of %s is exceeded by %s: of what autograd saved, %s is held by the loop too, and stays",
             format_bytes(self._limit_bytes or 0),
-            format_bytes(self._saved.exceeded_bytes),
+            format_bytes(over_bytes),
             format_bytes(self._saved.held_bytes),
         )
 

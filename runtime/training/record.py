@@ -47,6 +47,10 @@ class RecordedStep:
         return max(needs, default=0)
 
     @property
+    def most_saved(self) -> int:
+        return max((event.saved_bytes for event in self.events), default=0)
+
+    @property
     def most_beside(self) -> int:
         return max(self.beside, default=0)
 
@@ -81,6 +85,8 @@ class Record:
         self._first_pack = 0
         """Number of the step's first pack."""
         self.has_departed = False
+        self.departed_bytes = 0
+        """Most bytes saved at a time by a step since it departed."""
         self._is_alike = True
         """Only sizes differ from the recorded ones so far."""
         self._ratio = 1.0
@@ -136,6 +142,8 @@ class Record:
                     self._new.beside[-2] = max(self._new.beside[-2], beside)
         if self.step is None:
             return
+        if self.has_departed:
+            self.departed_bytes = max(self.departed_bytes, saved_bytes)
         if self._at >= len(self.step.events):
             self.has_departed, self._is_alike = True, False
             return
@@ -147,13 +155,11 @@ class Record:
             else:
                 self._is_alike = False
 
-    def end_step(self, packs: int) -> bool:
-        """The step ends; `packs` is the number of the next one's first pack. Returns whether it followed the record."""
-        followed = self.step is not None and not self.has_departed
+    def end_step(self, packs: int) -> None:
+        """The step ends; `packs` is the number of the next one's first pack."""
         self._at, self._looked, self._first_pack = -1, -1, packs
-        self.has_departed, self._is_alike, self._ratio = False, True, 1.0
+        self.has_departed, self.departed_bytes, self._is_alike, self._ratio = False, 0, True, 1.0
         self._began_s = self._clock()
-        return followed
 
     def beside(self) -> tuple[int, int]:
         """Return the bytes beside saved tensors until the next event, and the highest point of memory ahead."""

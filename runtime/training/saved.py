@@ -129,6 +129,8 @@ class SavedTensors:
         self.in_bytes = self.out_bytes = 0
         self.moved_bytes = self.waits = 0
         self.peak_bytes = self.exceeded_bytes = 0
+        self.over_bytes = 0
+        """As `exceeded_bytes`, of this step."""
         self.held_bytes = 0
         """Most bytes that had to leave and were held by others."""
         self._empty: dict[torch.dtype, torch.Tensor] = {}
@@ -318,6 +320,7 @@ class SavedTensors:
                 copy.end.wait()
                 self._collect()
             elif not self._leave(self.out_bytes + over, everything=True) and not self.free_others():
+                self.over_bytes = max(self.over_bytes, over)
                 self.exceeded_bytes = max(self.exceeded_bytes, over)
                 self.held_bytes = max(self.held_bytes, sum(entry.nbytes for entry in self._staying))
                 break

@@ -268,14 +268,18 @@ class OptimizerState:
             if tensor.layout is torch.strided:
                 call(tensor.untyped_storage())
 
+    def stop(self) -> None:
+        """Move nothing until the next `start`. Everything is in."""
+        self.is_moving = False
+        self._restore_groups()
+
     def returning(self) -> Iterator[torch.Tensor]:
         """Bring everything in, one parameter's state after the other, and yield its tensors."""
         with self.lock:
             self.out_goal = 0
-            for key, away in list(self._away.items()):
-                yield from state_tensors(self.back(key, away))
-            for value in dict.values(self._optimizer.state):
-                yield from state_tensors(value)
+            state = self._optimizer.state
+            for key in list(dict.keys(state)):
+                yield from state_tensors(state[key])
 
     def after_fork(self, lock: AbstractContextManager[Any]) -> None:
         """Continue in a forked process, which has no copy thread: what is read is loaded at once."""
@@ -501,6 +505,7 @@ class OptimizerState:
             if away.is_loading and moved.copy is not None:
                 data = torch.empty(0, dtype=moved.tensor.dtype, device=self._device)
                 moved.tensor.data = data.set_(moved.copy.storage, moved.offset, moved.shape, moved.stride)
+                moved.copy = None
         if not away.is_loading:
             self.out_bytes -= away.nbytes  # it had not left yet
         self._release(away)

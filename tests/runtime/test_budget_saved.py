@@ -470,6 +470,20 @@ def test_memory_is_kept_also_where_seeing_ops_begins_again(monkeypatch: pytest.M
     assert all(map(torch.equal, state, state_of(net, optimizer)))
 
 
+def test_a_step_as_long_as_the_one_that_exceeded_the_budget_is_recorded_and_the_mode_ends() -> None:
+    net, optimizer = made(torch.optim.SGD)
+    modes = []
+    with cohabit.budget("5MiB", net, optimizer) as limits:
+        for rows in (ROWS, ROWS, ROWS, 3 * ROWS, ROWS, 3 * ROWS, ROWS, 3 * ROWS, ROWS, 3 * ROWS):
+            if len(modes) == 6:
+                limits.reset_peak()
+            step(net, optimizer, torch.ones(rows, WIDTH))
+            modes.append(limits._mode is not None)
+        assert limits.exceeded_bytes > 0
+        assert limits.peak_bytes <= 5 << 20
+    assert modes == [True, False, False, True, True, False, False, False, False, False]
+
+
 def test_steps_of_varying_lengths_leave_the_process_and_its_file_flat(tmp_path: Path) -> None:
     generator = random.Random(0)
     net, optimizer = made(torch.optim.SGD)
