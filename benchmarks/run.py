@@ -54,7 +54,7 @@ COMMANDS = {
     "sessions": "sessions --seconds 600 --layouts resident 'partitioned, 50%' 'lru, 60%' --record",
     "budget": "budget --record",
     "budget-cgroup": "budget_cgroup --record",
-    "budget-disk": "budget_disk --record",
+    "budget-small": "budget_small --record",
     "budget-jobs": "budget_jobs --record",
     "training-budget": "training --record-as training-budget --record",
     "imports": "imports --record",
