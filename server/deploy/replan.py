@@ -181,19 +181,22 @@ class Replanner:
         await in_thread(self._placement.workers.release)
 
     async def _plan_next_start(self, models: Sequence[Model]) -> None:
-        """Store the division and the plans for the next start of these models. Raises CohabitError.
+        """Store the plans for the next start of these models, then the division. Raises CohabitError.
+
+        Until then, a start has the division and the plans in use now.
 
         They are used from now on, too, if that is predicted to save LEAST_GAIN of the latency.
         """
         planner, demands = self._placement.planner, [model.whole_demand for model in models]
         memory_bytes = self._placement.decider.memory_limit.of(sum(model.weight_bytes for model in models))
-        division = await in_thread(planner.division, demands, memory_bytes, low_priority=True)
+        division = await in_thread(planner.division, demands, memory_bytes, low_priority=True, keep=False)
         found: dict[str, PlansFound] = {}
         for model, demand, memory, most in zip(
             models, demands, division.memories, division.most_batches, strict=True
         ):
             plans = await in_thread(planner.best_plans, demand.up_to(most), memory)
             found[model.load_id] = PlansFound(plans, searched=True)
+        await in_thread(planner.keep_division, demands, memory_bytes, division)
         await self._redivide(found)
 
     async def _redivide(self, found: Mapping[str, PlansFound]) -> None:
