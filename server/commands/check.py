@@ -10,9 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
+from cohabit.planner.profile import NOISY
 from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
 from cohabit.server.config.sources import config_of, given, typed
-from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
+from cohabit.server.format import disturbed, gap, make_table, milliseconds, percent, tensor_table
 from cohabit.server.repository.scan import find
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ def _show(found: "ServabilityReport", out: Console) -> None:
         out.print(f"not enough    {sizes}: {refused[-1].reason}", soft_wrap=True)
     if any(budget.most_batch not in (None, max(found.batch_sizes)) for budget in memory.budgets):
         out.print("batches       that are not planned run in parts: their activations take memory from parameters")
+    if memory.noise > NOISY:
+        out.print(f"times         {disturbed(memory.noise)}", soft_wrap=True)
     verdict = "can be served" if found.servable else "cannot be served in every memory size of --memory"
     out.print(f"{found.name} {verdict}")
 

@@ -138,10 +138,14 @@ def test_a_start_after_a_kill_has_the_partitions_and_plans_that_were_in_use(
             ended.wait(60)
             raise OSError("the server has been killed")
         slow = measured(model, *arguments, **options)
-        for path in (cache / "profiles").iterdir():  # as on a machine on which ops take other times than when traced
+        for path in (
+            cache / "profiles"
+        ).iterdir():  # as on a machine on which ops take other times than when traced
             kept = profile_format.decode(cache_file.read(path))
             if not kept.provisional:
-                slower = replace(kept, op_seconds=tuple(s * (20 if i % 2 else 1) for i, s in enumerate(kept.op_seconds)))
+                slower = replace(
+                    kept, op_seconds=tuple(s * (20 if i % 2 else 1) for i, s in enumerate(kept.op_seconds))
+                )
                 cache_file.write(path, profile_format.encode(slower))
                 slow = {b: slower if p.graph == slower.graph else p for b, p in slow.items()}
         return slow
@@ -290,8 +294,7 @@ def test_a_profile_is_in_doubt_if_it_is_noisy_or_disagrees(
         assert again
         improved.append(model)
 
-    profiles = {Bucket(1): SimpleNamespace(noise=noise)}
-    model = SimpleNamespace(load_id="m.1", key=ModelKey("m", 1), lane=0, is_provisional=False, profiles=profiles)
+    model = SimpleNamespace(load_id="m.1", key=ModelKey("m", 1), lane=0, is_provisional=False, noise=noise)
     memory, workers = SimpleNamespace(models={"m.1": model}), SimpleNamespace(release=lambda: None)
     placed: Any = SimpleNamespace(memory=memory, workers=workers)
     lanes: Any = [SimpleNamespace(correction=lambda key: correction)]

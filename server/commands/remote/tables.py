@@ -8,8 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
+from cohabit.planner.profile import NOISY
 from cohabit.server.commands.remote.client import VersionSamples
-from cohabit.server.format import make_table
+from cohabit.server.format import make_table, percent
 
 _NOTHING = "-"
 _STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}
@@ -21,8 +22,8 @@ def models(
     plans: Mapping[tuple[str, str], tuple[str, int]] = MappingProxyType({}),
 ) -> Table:
     """List a repository index, with the models' memory, and the search and number of candidates of their plans."""
-    text = ("model", "state", "plan", "reason")
-    table = make_table("model", "version", "state", "partition", "resident", "plan", "reason", left=text)
+    text = ("model", "state", "plan", "times", "reason")
+    table = make_table("model", "version", "state", "partition", "resident", "plan", "times", "reason", left=text)
     for entry in index:
         state = entry.get("state", "")
         own = entry["name"], entry.get("version", "")
@@ -33,6 +34,7 @@ def models(
             _bytes(metrics.get(("cohabit_partition_bytes", *own))),
             _share(metrics.get(("cohabit_resident_share", *own))),
             Text("{}, {} candidates".format(*plans[own]) if own in plans else _NOTHING),
+            Text(_times(metrics.get(("cohabit_profile_noise", *own))) if own in plans else _NOTHING),
             Text(entry.get("reason", "")),
         )
     return table
@@ -65,6 +67,13 @@ def _bytes(nbytes: float | None) -> str:
 
 def _share(share: float | None) -> str:
     return _NOTHING if share is None else f"{share:.1%}"
+
+
+def _times(noise: float | None) -> str:
+    """Say what a plan's times are from, given their disturbance; None for a single run."""
+    if noise is None:
+        return "provisional: of one run"
+    return f"provisional: disturbed by {percent(noise)}" if noise > NOISY else "measured"
 
 
 def _mean(total: Mapping[str, int]) -> str:
