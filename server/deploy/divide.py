@@ -112,10 +112,14 @@ class Planner:
             _first_plans_by_size, model, workspace_bytes, self._library, self._searcher
         )
 
-    def climb(self, model: ModelDemand, workspace_bytes: int) -> None:
-        """Search the plans of every rung that are not cached, and cache them. Raises WorkerFailed."""
-        if workspace_bytes not in self._library.ladders(model, self._searcher):
-            self._workers.call_low_priority(_climb, model, workspace_bytes, self._library, self._searcher)
+    def climb(self, model: ModelDemand, workspace_bytes: int) -> bool:
+        """Search the plans of the least rung that the cache lacks, and cache them. Raises WorkerFailed.
+
+        Returns whether every rung is cached.
+        """
+        return workspace_bytes in self._library.ladders(model, self._searcher) or self._workers.call_low_priority(
+            _climb, model, workspace_bytes, self._library, self._searcher
+        )
 
     def best_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
         """Return a full search's plans for exactly this memory, and cache them. Raises as `quick_plans` does."""
@@ -176,9 +180,12 @@ def _plan(
     return plans
 
 
-def _climb(model: ModelDemand, workspace_bytes: int, library: Library, searcher: str) -> None:
+def _climb(model: ModelDemand, workspace_bytes: int, library: Library, searcher: str) -> bool:
     with stage(f"planning model '{model.name}'"):
-        _planner("ladder").climb(model, workspace_bytes, library, searcher, wait_for_requests)
+        ladder = _planner("ladder").climb(
+            model, workspace_bytes, library, searcher, wait_for_requests, most_searches=1
+        )
+    return ladder is not None
 
 
 def _first_plans_by_size(

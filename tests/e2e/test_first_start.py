@@ -169,8 +169,9 @@ def test_a_start_after_a_kill_has_the_partitions_and_plans_that_were_in_use(
 
 
 def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
-    archives: Archives, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    archives: Archives, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(replan, "IDLE_S", 0.1)
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     caplog.set_level("INFO", logger="cohabit")
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
@@ -184,6 +185,35 @@ def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
             again = infer(server.address, MODEL, inputs)
             assert {n: a.tobytes() for n, a in again.items()} == {n: a.tobytes() for n, a in answer.items()}
         assert "quick plans are in use until better ones are found" not in caplog.messages
+
+
+async def test_partition_sizes_wait_until_little_is_computed_and_no_other_search_is_in_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing: Any = None
+    device, slept = SimpleNamespace(computed_s=0.0), list[float]()
+    lanes: Any = [SimpleNamespace(device=device)]
+    replanner, searched = Replanner(nothing, nothing, lanes), asyncio.Event()
+    sleep = asyncio.sleep
+
+    async def sleep_while_others_work(seconds: float) -> None:
+        slept.append(seconds)
+        device.computed_s += seconds * replan.IDLE_SHARE * (2.0 if len(slept) <= 3 else 0.5)
+        if len(slept) == 5:
+            searched.set()
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_while_others_work)
+
+    async def search() -> None:
+        await searched.wait()
+
+    replanner._background.keep("searching", search)
+    await replanner._until_idle()
+    assert slept == [replan.IDLE_S] * len(slept)
+    assert len(slept) > 5
+    searched.set()
+    await replanner.close()
 
 
 def test_a_model_that_cannot_be_measured_is_still_served(
