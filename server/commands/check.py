@@ -14,7 +14,7 @@ from cohabit.planner.profile import NOISY
 from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
 from cohabit.server.config.sources import config_of, given, typed
 from cohabit.server.format import disturbed, gap, make_table, milliseconds, percent, tensor_table
-from cohabit.server.repository.scan import find
+from cohabit.server.repository.scan import find, require_archive
 
 if TYPE_CHECKING:
     from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
@@ -55,6 +55,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     config = config_of({"repository": str(options.model), "memory": "1B", **settings})
     if not options.model.exists():
         find(options.model)  # raises
+    if not options.json:
+        require_archive(options.model)
     with errors.status(Text(f"{options.model}: starting torch")) as status:
         from cohabit.server.deploy.servability import report
 

@@ -139,7 +139,7 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
         ([f"{HERE}:traced", *X], "traced returns a TorchScript module, which is not supported; let it return"),
         ([f"{HERE}:number"], "returns a int; let it return a torch.nn.Module"),
         ([f"{HERE}:failing"], "RuntimeError: no weights today and a second line"),
-        (["no_such_package:linear"], "No module named 'no_such_package'"),
+        (["no_such_package:linear"], "no module named 'no_such_package'"),
         ([f"{HERE}:TwoRows", *X], "declare its inputs with it (--input NAME:TYPE:1,...)"),
         (
             [f"{HERE}:OtherAfterExport", *X],

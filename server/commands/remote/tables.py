@@ -1,9 +1,13 @@
 """The tables of `cohabit models` and `cohabit stats`."""
 
-from collections.abc import Iterable, Mapping
+import argparse
+import time
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -13,7 +17,22 @@ from cohabit.server.commands.remote.client import VersionSamples
 from cohabit.server.format import make_table, percent
 
 _NOTHING = "-"
+_PERIOD_S = 2.0
 _STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--watch", action="store_true", help="refresh the table every two seconds, until interrupted"
+    )
+
+
+def watch(out: Console, shown: Callable[[], RenderableType]) -> NoReturn:
+    """Show a table, and what `shown` returns every two seconds, until an interrupt or an error of the server."""
+    with Live(shown(), console=out, auto_refresh=False) as live:
+        while True:
+            time.sleep(_PERIOD_S)
+            live.update(shown(), refresh=True)
 
 
 def models(
