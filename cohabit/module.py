@@ -17,7 +17,7 @@ from torch import nn
 
 from cohabit.flat_call import FlatCall
 from cohabit.page.html import report_page
-from cohabit.planner.compiled import compiles_first
+from cohabit.planner.compiled import COMPILING, compiles_first
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Plan
@@ -290,9 +290,7 @@ def _prepared(flat: FlatCall, name: str, config: ServeConfig, searcher: str, sea
             )
         status.update(f"{name}: planning")
         if compiles_first():
-            _log.warning(
-                "the planner is compiled before its first plan: once per installation, about half a minute"
-            )
+            _log.warning(COMPILING)
         bucket = min(graphs)
         problem = Problem(graphs[bucket], profiles[bucket], memory)
         found = search(problem, searcher, limit=Limit(seconds=search_seconds))

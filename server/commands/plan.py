@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cohabit.planner.compiled import COMPILING, compiles_first
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.profile import NOISY
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
@@ -78,6 +79,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     tried: list[int] = []
     with SearchProgress(errors) as progress:
         planned = measured_graphs(options, progress.doing)
+        if compiles_first():
+            errors.print(f"cohabit: {COMPILING}", soft_wrap=True)
         for measured in planned:
             write_graph(options.output, measured.graph)
             write_profile(options.output, measured.graph, measured.profile)

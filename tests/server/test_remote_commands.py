@@ -4,6 +4,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,22 @@ def test_statistics_of_one_model_and_of_all(own: Running, capsys: pytest.Capture
     assert run(own, "stats", "id", "--json") == 0
     (one,) = json.loads(capsys.readouterr().out)
     assert one["inference_stats"]["success"]["count"] == 1
+
+
+@pytest.mark.parametrize("command", ["models", "stats"])
+def test_tables_are_refreshed_until_an_interrupt(
+    own: Running, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter((None, None, KeyboardInterrupt))
+
+    def tick(seconds: float) -> None:
+        if (error := next(ticks)) is not None:
+            raise error
+
+    monkeypatch.setattr("cohabit.server.commands.remote.tables.time", SimpleNamespace(sleep=tick))
+    assert run(own, command, "--watch") == 130
+    assert next(ticks, "none") == "none", "shown three times"
+    assert "adder" in capsys.readouterr().out
 
 
 def test_statistics_of_an_unknown_model_are_refused(own: Running, capsys: pytest.CaptureFixture[str]) -> None:
