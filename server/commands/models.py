@@ -33,4 +33,5 @@ def _shown(server: RemoteServer, index: list[dict[str, str]] | None = None) -> G
     metrics = server.metrics()
     words = workspace_words(metrics.activations)
     said = [Text(f"of a workspace, {words}")] if words else []
+    said += tables.provisional(metrics.versions, metrics.plans)
     return Group(tables.models(server.index() if index is None else index, metrics.versions, metrics.plans), *said)

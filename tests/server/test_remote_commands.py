@@ -70,7 +70,7 @@ def test_models_are_listed_with_their_memory_and_reasons(own: Running, capsys: p
     assert all(
         part in lines["adder"] for part in ("3", "READY", "3.0 MiB", "25.0%", "best (genetic), 238 candidates")
     )
-    assert "provisional: disturbed by 35.0 %" in lines["adder"]
+    assert "measured beside other work: adder; they are measured again" in " ".join(lines["times"].split())
     assert all(part in lines["damaged"] for part in ("UNAVAILABLE", "model.pt2 is [truncated]"))
     assert " ".join(lines["of"].split()) == (
         "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1 (for one model:"

@@ -14,7 +14,7 @@ from rich.text import Text
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.profile import NOISY
 from cohabit.server.commands.remote.client import VersionSamples
-from cohabit.server.format import make_table, percent
+from cohabit.server.format import make_table
 
 _NOTHING = "-"
 _PERIOD_S = 2.0
@@ -41,8 +41,8 @@ def models(
     plans: Mapping[tuple[str, str], tuple[str, int]] = MappingProxyType({}),
 ) -> Table:
     """List a repository index, with the models' memory, and the search and number of candidates of their plans."""
-    text = ("model", "state", "plan", "times", "reason")
-    table = make_table("model", "version", "state", "partition", "resident", "plan", "times", "reason", left=text)
+    text = ("model", "state", "plan", "reason")
+    table = make_table("model", "version", "state", "partition", "resident", "plan", "reason", left=text)
     for entry in index:
         state = entry.get("state", "")
         own = entry["name"], entry.get("version", "")
@@ -53,10 +53,25 @@ def models(
             _bytes(metrics.get(("cohabit_partition_bytes", *own))),
             _share(metrics.get(("cohabit_resident_share", *own))),
             Text("{}, {} candidates".format(*plans[own]) if own in plans else _NOTHING),
-            Text(_times(metrics.get(("cohabit_profile_noise", *own))) if own in plans else _NOTHING),
             Text(entry.get("reason", "")),
         )
     return table
+
+
+def provisional(metrics: VersionSamples, planned: Iterable[tuple[str, str]]) -> list[Text]:
+    """Name the models, of those that are `planned`, whose plans are for provisional times, and say why."""
+    noise = {own: metrics.get(("cohabit_profile_noise", *own)) for own in planned}
+    unmeasured = sorted(model for (model, _), share in noise.items() if share is None)
+    disturbed = sorted(model for (model, _), share in noise.items() if share is not None and share > NOISY)
+    said = []
+    if unmeasured:
+        said.append(f"not measured yet, so on quick plans: {', '.join(unmeasured)}")
+    if disturbed:
+        said.append(
+            f"times provisional, measured beside other work: {', '.join(disturbed)}; they are measured again once the"
+            " server is quiet"
+        )
+    return [Text(line) for line in said]
 
 
 def statistics(models: Iterable[Mapping[str, Any]]) -> Table:
@@ -86,13 +101,6 @@ def _bytes(nbytes: float | None) -> str:
 
 def _share(share: float | None) -> str:
     return _NOTHING if share is None else f"{share:.1%}"
-
-
-def _times(noise: float | None) -> str:
-    """Say what a plan's times are from, given their disturbance; None for a single run."""
-    if noise is None:
-        return "provisional: of one run"
-    return f"provisional: disturbed by {percent(noise)}" if noise > NOISY else "measured"
 
 
 def _mean(total: Mapping[str, int]) -> str:
