@@ -3,7 +3,6 @@
 Every contestant trains a net of its own from the same weights with SGD; all losses must be eager's.
 """
 
-import argparse
 import gc
 import statistics
 import sys
@@ -17,7 +16,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 import cohabit
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, publish
 from benchmarks.training_nets import NETS, loss
 from cohabit.runtime.training.budget import Budget
 
@@ -57,10 +56,9 @@ class Trained:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if all losses are eager's."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.budget", description=__doc__)
+    parser = parser_of("benchmarks.budget", __doc__, has_folder=False)
     parser.add_argument("--nets", nargs="+", choices=tuple(NETS), default=list(NETS), help="(default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="steps that are measured (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     rows, equal = [], True
@@ -70,13 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         equal &= same
         print("  ".join(rows[-1]), flush=True)
     table = markdown_table(["net", "eager s", *(way.name for way in WAYS[1:])], rows)
-    if options.record:
-        about = (
-            f"Seconds of a step over those of eager PyTorch, which runs before and after each: medians of"
-            f" {options.rounds} steps, one thread; {WARM_STEPS} steps come before. Behind it, for budgets, the most"
-            " that tensors took, and the budget. *=*: all losses are eager's, bit for bit; *other*: they are not.\n"
-        )
-        record("budget", "Training loops within a byte budget", "benchmarks.budget", [about, table])
+    about = (
+        f"Seconds of a step over those of eager PyTorch, which runs before and after each: medians of"
+        f" {options.rounds} steps, one thread; {WARM_STEPS} steps come before. Behind it, for budgets, the most"
+        " that tensors took, and the budget. *=*: all losses are eager's, bit for bit; *other*: they are not.\n"
+    )
+    publish(options, "Training loops within a byte budget", [about, table])
     return 0 if equal else 1
 
 

@@ -26,7 +26,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import cohabit
 from benchmarks.edge.cgroup import EXIT_UNAVAILABLE, MIB, end_of, is_possible, running
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, publish
 from benchmarks.unseen_training_nets import NETS, Net
 
 WARM_STEPS = 3
@@ -98,12 +98,11 @@ class Trained:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if the budget's losses are eager's."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.budget_cgroup", description=__doc__)
+    parser = parser_of("benchmarks.budget_cgroup", __doc__, has_folder=False)
     parser.add_argument("--nets", nargs="+", choices=tuple(NETS), default=list(NETS), help="(default: all)")
     parser.add_argument("--ways", nargs="+", choices=tuple(BY_NAME), default=list(BY_NAME), help="(default: all)")
     parser.add_argument("--steps", type=int, default=5, help="steps that are measured (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.6, help="limit over eager's peak (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write the result file below docs/results, too")
     parser.add_argument("--train", nargs=3, metavar=("NET", "WAY", "BYTES"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.train:
@@ -142,9 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{ABOUT_COMPILED if BY_NAME['activation budget 0.5'] in ways else ''}"
         f"\n\n`cohabit.budget`: {mean:.2f} in the geometric mean.\n"
     )
-    if options.record:
-        record("budget-cgroup", "Training below eager's peak of memory", "benchmarks.budget_cgroup", [about, table])
-    console.print(f"cohabit.budget: {mean:.2f} in the geometric mean")
+    publish(options, "Training below eager's peak of memory", [about, table])
     return 0 if equal else 1
 
 

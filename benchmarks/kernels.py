@@ -56,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f" turns, at least {COLD_BYTES >> 20} MiB of them or {MOST_WEIGHTS}. *Chosen* is what lowering chooses for that"
         f" number of rows alone. Instruction set: {torch.backends.cpu.get_cpu_capability()}.\n"
     )
-    publish(options, "Forms of a linear layer on this processor", [about, table_of(rows), f"{summary}.\n"])
+    publish(
+        options, "Forms of a linear layer on this processor", [about, table_of(rows, shown=False), f"{summary}.\n"]
+    )
     return 0
 
 

@@ -1,8 +1,8 @@
 """This runtime against ONNX Runtime, frozen Inductor and eager PyTorch, on the CPU.
 
 Each model has a process of its own, in which all engines run in turns, so that ratios hold on a machine whose speed
-drifts. Engines that are not installed are left out: ONNX Runtime and accelerate come with
-`pip install 'cohabit[bench]'`, and Inductor needs a C++ compiler.
+drifts. Engines that are not installed are left out: ONNX Runtime comes with `pip install
+'cohabit[bench]'`, and Inductor needs a C++ compiler.
 """
 
 import argparse
@@ -12,7 +12,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -51,10 +50,7 @@ MODELS = ("resnet152", "resnet50", "mobilenet_v2", "vit_small", "bert_base", "be
 UNTUNED: Mapping[str, Callable[[], tuple[torch.nn.Module, Inputs]]] = {**EARLIER, **UNSEEN}
 """Compared with everything resident only. Each list has a table of its own."""
 SHARE = 0.25
-WAYS = (
-    *("resident", "streamed", "from file", "bfloat16", "bfloat16 streamed"),
-    *("inductor", "eager", "accelerate from file"),
-)
+WAYS = ("resident", "streamed", "from file", "bfloat16", "bfloat16 streamed", "inductor", "eager")
 ROUND_S, MOST_REPEATS = 0.01, 20
 """Quick models are run again and again, for so long and at most so often per round."""
 
@@ -95,11 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for name in options.models:
                 measured = found[name, batch, threads] = _in_process(name, batch, threads, options)
                 console.print(f"{name}, batch {batch}, {threads} threads: {_sentence(measured)}")
-    picture = f"\n![Time over ONNX Runtime's, by model and engine]({options.record_as}.png)"
-    title = "Against ONNX Runtime, frozen Inductor and eager PyTorch"
-    written = publish(options, title, [*_sections(found, options), picture])
-    if written is not None:
-        _draw(found, written.with_suffix(".png"))
+    publish(options, "Against ONNX Runtime, frozen Inductor and eager PyTorch", _sections(found, options))
     return 0
 
 
@@ -199,26 +191,11 @@ def _peers(name: str, batch: int, threads: int, options: argparse.Namespace) -> 
         ways["inductor"] = lambda: compiled(**inputs)
     if "onnxruntime" not in options.without and find_spec("onnxruntime") is not None:
         ways["onnxruntime"] = onnxruntime_call(model, inputs, threads)
-    if "accelerate" not in options.without and find_spec("accelerate") is not None:
-        ways["accelerate from file"] = _accelerate(_built(name)[0], inputs)
     return ways
 
 
 def _at_batch(example: torch.Tensor, batch: int) -> torch.Tensor:
     return example[:1].repeat(batch, *[1] * (example.dim() - 1))
-
-
-def _accelerate(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> Way:
-    """Every module's weights are loaded from files before it runs; the system keeps these files in memory."""
-    from accelerate import disk_offload
-
-    folder = tempfile.TemporaryDirectory()
-    disk_offload(model, folder.name, execution_device=torch.device("cpu"))
-
-    def run(_keep: object = folder) -> object:
-        return model(**inputs)
-
-    return run
 
 
 def _sections(found: Found, options: argparse.Namespace) -> list[str]:
@@ -268,40 +245,10 @@ def _sentence(measured: Measured) -> str:
     return f"{', '.join(times)}, {measured.faults:.0f} page faults"
 
 
-def _draw(found: Found, path: Path) -> None:
-    """Draw the ratios of the first batch and number of threads as bars, from 1 up and down."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    _, batch, threads = next(iter(found))
-    shown = {n: m.times for (n, b, t), m in found.items() if (b, t) == (batch, threads)}
-    figure, axes = pyplot.subplots(figsize=(max(8, 0.55 * len(shown)), 5))
-    ways = [way for way in WAYS if any(way in times for times in shown.values())]
-    for i, way in enumerate(ways):
-        heights = [
-            Quartiles.of_ratios(times[way], times[_base(times)]).middle - 1 if way in times else 0.0
-            for times in shown.values()
-        ]
-        axes.bar([n + (i - len(ways) / 2 + 0.5) * 0.1 for n in range(len(shown))], heights, 0.1, 1.0, label=way)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_yscale("log")
-    axes.set_yticks([0.1, 0.5, 1, 2, 5, 10, 50], ["0.1", "0.5", "1", "2", "5", "10", "50"])
-    axes.set_xticks(range(len(shown)), list(shown), rotation=40, ha="right", fontsize=8)
-    axes.set_xlim(-0.6, len(shown) - 0.4)
-    axes.set_ylabel("time, ONNX Runtime = 1")
-    axes.set_title(f"batch {batch}, {threads} thread{'s' * (threads > 1)}")
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 _ABOUT = """Time per inference over that of ONNX Runtime with all of its memory, in the same round: median of {rounds}
 rounds, and quartiles. Quick models run several times a round, of which the fastest counts. *resident* is this runtime
 with every parameter in memory; *streamed* and *from file* with 25 % of the weights in memory and the others in RAM, or
-in a file that is read with O_DIRECT. accelerate's disk offload loads each module's weights before it runs, from files
-that the system has in its page cache. A dash says that the activations alone need more, that the processor lacks the
+in a file that is read with O_DIRECT. A dash says that the activations alone need more, that the processor lacks the
 instructions, or that the engine was not installed or cannot run the model.
 """
 
@@ -313,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", choices=(1, 8), default=[1, 8])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime", "accelerate"), default=[])
+    parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime"), default=[])
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--faults", action="store_true", help=argparse.SUPPRESS)
     return parser

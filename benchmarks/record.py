@@ -1,4 +1,9 @@
-"""Writes result files: the command, the machine, the versions and the date, and the numbers as they came out."""
+"""Results: tables of rows, which are written as data, and the page that shows them.
+
+`docs/results/data/NAME.json` has every table of a benchmark with the command, the commit, the date and the machine;
+headings have the units. `docs/results/NAME.md` shows the tables that a reader needs. `python -m benchmarks.record`
+lists the records by age.
+"""
 
 import argparse
 import datetime
@@ -7,28 +12,111 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import msgspec
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
-def record(name: str, title: str, module: str, sections: Sequence[str], folder: Path | None = None) -> Path:
-    """Write `NAME.md` to a folder, by default `docs/results`. `module` is what `python -m` was given.
+class TableData(msgspec.Struct):
+    """A table's cells, the heading of its section, and the last paragraph before it."""
 
-    From a tree with changes, whose commit does not say what ran, the file goes to `.unrecorded` instead. Sections are
-    Markdown.
-    Absolute paths, which are one machine's, are shown by their last part.
+    section: str
+    about: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class ResultData(msgspec.Struct):
+    """What one run of a benchmark found."""
+
+    title: str
+    command: str
+    date: str
+    commit: str
+    machine: str
+    tables: list[TableData]
+
+
+class Table(str):
+    """A Markdown table that keeps its cells."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    shown: bool
+    """Whether the page has it, too."""
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, shown: bool = True) -> Table:
+    """Return a table whose first column is text and whose others are numbers."""
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    lines = [f"| {' | '.join(row)} |" for row in [header, rule, *rows]]
+    table = Table("\n".join(lines) + "\n")
+    table.header, table.rows, table.shown = header, rows, shown
+    return table
+
+
+def table_of(rows: Sequence[Mapping[str, str]], *, shown: bool = True) -> Table:
+    """Return a table of rows that are given as cells by heading.
+
+    Columns are in the first row's order; all rows have the same.
+    """
+    header = list(rows[0]) if rows else []
+    return markdown_table(header, [[row[heading] for heading in header] for row in rows], shown=shown)
+
+
+def record(name: str, title: str, module: str, sections: Sequence[str], folder: Path | None = None) -> Path:
+    """Write `NAME.md` and `data/NAME.json` to a folder, by default `docs/results`; returns the page's path.
+
+    `module` is what `python -m` was given. Sections are Markdown; each table is one. From a tree with changes, whose
+    commit does not say what ran, the files go to `.unrecorded` instead. Absolute paths, which are one machine's, are
+    shown by their last part.
     """
     path = (results_folder() if folder is None else folder) / f"{name}.md"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    data = path.parent / "data" / f"{name}.json"
+    data.parent.mkdir(parents=True, exist_ok=True)
     command = shlex.join(
         ["python", "-m", module, *(Path(a).name if a.startswith("/") else a for a in sys.argv[1:])]
     )
-    head = [f"# {title}", "", f"    {command}", "", f"{_date()}, commit {_commit()}. {_machine()}", ""]
-    path.write_text("\n".join([*head, *sections]).rstrip() + "\n")
+    found = ResultData(title, command, _date(), _commit(), _machine(), list(_tables(title, sections)))
+    data.write_bytes(msgspec.json.encode(found).replace(b'],["', b'],\n["') + b"\n")  # a line per row
+    machine = f"{_processor()}, {_processors()} virtual CPUs, torch {_version('torch')}."
+    head = [f"# {title}", "", f"    {command}", "", f"{found.date}, commit {found.commit}. {machine}", ""]
+    shown = _shown(sections)
+    if any(isinstance(section, Table) and not section.shown for section in sections):
+        shown.append(f"More rows are in [data/{name}.json](data/{name}.json).\n")
+    path.write_text("\n".join([*head, *shown]).rstrip() + "\n")
     return path
+
+
+def _shown(sections: Sequence[str]) -> list[str]:
+    """Return the page's sections: without hidden tables, and without the captions and headings of nothing else."""
+    shown = list[str]()
+    is_hidden = False
+    for section in reversed(sections):
+        is_of_table = section.rstrip().endswith(":") or (section.startswith("#") and "\n" not in section.strip())
+        if isinstance(section, Table) and not section.shown:
+            is_hidden = True
+        elif not (is_of_table and is_hidden):
+            shown.append(section)
+            is_hidden = False
+    return shown[::-1]
+
+
+def _tables(title: str, sections: Sequence[str]) -> Iterator[TableData]:
+    heading, about = title, ""
+    for section in sections:
+        if isinstance(section, Table):
+            yield TableData(heading, about, section.header, section.rows)
+            continue
+        for paragraph in section.strip().split("\n\n"):
+            if paragraph.startswith("## "):
+                heading = paragraph.removeprefix("## ")
+            else:
+                about = paragraph.replace("\n", " ")
 
 
 def results_folder() -> Path:
@@ -69,21 +157,6 @@ def publish(options: argparse.Namespace, title: str, sections: Sequence[str]) ->
     return path
 
 
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [header, rule, *rows]) + "\n"
-
-
-def table_of(rows: Sequence[Mapping[str, str]]) -> str:
-    """A Markdown table of rows that are given as cells by heading: a heading stands beside its cell.
-
-    Columns are in the first row's order; all rows have the same.
-    """
-    header = list(rows[0]) if rows else []
-    return markdown_table(header, [[row[heading] for heading in header] for row in rows])
-
-
 def work_of_two() -> float:
     """How much work two busy processes do at once, over what one does: 2 on two cores, little more than 1 on one's two
     threads."""
@@ -113,6 +186,16 @@ print(turns(1.0))
 """
 
 
+def ages() -> Table:
+    """Return the records, the oldest first, with the commits since."""
+    rows = []
+    for path in sorted((RESULTS / "data").glob("*.json")):
+        found = msgspec.json.decode(path.read_bytes(), type=ResultData)
+        since = _git("rev-list", "--count", f"{found.commit.removesuffix('-dirty')}..HEAD")
+        rows.append([path.stem, found.date, found.commit, since or "unknown"])
+    return markdown_table(["record", "date", "commit", "commits since"], sorted(rows, key=lambda row: row[1]))
+
+
 def _date() -> str:
     return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
 
@@ -137,13 +220,20 @@ def _git(*arguments: str) -> str:
 
 
 def _machine() -> str:
-    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    processor = names[0].split(":", 1)[1].strip() if names else platform.machine()
     packages = ", ".join(f"{p} {_version(p)}" for p in ("torch", "numpy", "numba", "tritonclient"))
     return (
-        f"{processor}, {len(os.sched_getaffinity(0))} virtual CPUs (shared with other machines), "
-        f"Linux {platform.release()}, Python {platform.python_version()}, {packages}."
+        f"{_processor()}, {_processors()} virtual CPUs (shared with other machines), Linux {platform.release()},"
+        f" Python {platform.python_version()}, {packages}."
     )
+
+
+def _processor() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].split(":", 1)[1].strip() if names else platform.machine()
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _version(package: str) -> str:
@@ -151,3 +241,7 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+if __name__ == "__main__":
+    print(ages())

@@ -19,17 +19,15 @@ COMMANDS = {
     "worst-bodies": "worst_bodies --record",
     "faults-kills": "faults --kinds SIGKILL --every 15 --faults 30 --rate 20 --record-as faults-kills --record",
     "scale": "scale --replicas 2 --rate 20 --seconds 40 --kills 20 --record",
-    "scale-demo": "scale --demo --memory 24MiB --record --record-as scale-demo",
     "scale-large": "scale --entry minilm_short --models 4 --memory 100MiB --resident-models 1 --rate 6 --seconds 20"
     " --replicas 2 --kills 0 --record --record-as scale-large",
     "soak": "soak --minutes 20 --record",
     "lanes": "lanes --record",
-    "live-page": "live_page --turn 6 --record",
     "frontend": "frontend --record",
     "peers": "peers --models resnet50 mobilenet_v2 vit_small minilm bert_small lstm ranker gated_mobilenet decoder"
     " vocoder tagger recommender detector noise_unet speech_encoder forecaster convnextv2_pico swin_small yolox_nano"
     " deberta_v3_reranker qwen3_prefill conformer_ctc_small ecapa_tdnn two_tower patchtst --threads 1 --batches 1"
-    " --rounds 11 --without accelerate --record",
+    " --rounds 11 --record",
     "peers-threads": "peers --models resnet50 minilm bert_small ranker --threads 2 --batches 1 8 --rounds 9"
     " --without inductor --record --record-as peers-threads",
     "streaming": "streaming --models resnet152 bert_base minilm bert_small --rounds 11 --record",
@@ -41,14 +39,12 @@ COMMANDS = {
     "edge-links": "edge.links --rounds 7 --record",
     "edge-text": "edge.text --record",
     "edge-fleet": "edge.fleet --record",
-    "edge-lost-weights": "edge.lost_weights --record",
     "memory": "memory --record",
     "parity": "parity --record",
     "gpu-copies": "gpu.copies",
     "gpu-table2": "gpu.table2",
     "gpu-figure8": "gpu.figure8",
     "gpu-texts": "gpu.texts",
-    "generated": "generated --programs 20000 --record",
     "precision": "precision --record",
     "weights": "weights --record",
     "kernels": "kernels --record",
@@ -58,20 +54,18 @@ COMMANDS = {
     "sessions": "sessions --seconds 600 --layouts resident 'partitioned, 50%' 'lru, 60%' --record",
     "budget": "budget --record",
     "budget-cgroup": "budget_cgroup --record",
-    "budget-disk": "budget_disk --record",
+    "budget-small": "budget_small --record",
     "budget-jobs": "budget_jobs --record",
     "training-budget": "training --record-as training-budget --record",
-    "training-batch": "training_batch --record",
-    "imports": "imports",
+    "imports": "imports --record",
     "elastic": "elastic --turns 2 --record",
     "capacity": "capacity --record",
     "tiling": "tiling --record",
     "tiling-greedy": "planner.tiling_greedy --record",
-    "planner-speed": "planner.speed",
+    "planner-speed": "planner.speed --record",
     "planner-table2": "planner.table2 --record",
     "planner-searchers": "planner.searchers --seconds 2 --processes 1 --record",
     "planner-served": "planner.served --against annealing --record",
-    "planner-shares": "planner.shares --record",
     "planner-training": "planner.throughput --seconds 30"
     " --networks wresnet152_10 inception_4 nasnet_25 rnn_8_8k brnn_4_8k --processes 1 --record",
     "planner-ablation": "planner.ablation --seconds 10 --processes 2 --seeds 0 1 2 --record",
@@ -79,10 +73,12 @@ COMMANDS = {
     "planner-chains-lb": "planner.chains --lb --record",
     "planner-mixing": "planner.mixing --record",
     "planner-tensile": "planner.tensile --record",
-    "planner-minimalloc": "planner.minimalloc .demo/challenging --record",
 }
 """The command of each result file, after `python -m benchmarks.`."""
-EARLIER = dict.fromkeys(("training", "training-candidates", "predicted", "planner-home"), "95f7e81f")
+EARLIER = {
+    **dict.fromkeys(("training", "training-candidates", "predicted", "planner-home"), "95f7e81f"),
+    "training-batch": "cca5d4a6",
+}
 """Records whose benchmarks are gone, and the last commit that has them. Each goes once another record replaces it."""
 
 

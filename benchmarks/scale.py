@@ -32,30 +32,20 @@ from cohabit.loadgen.server_process import running_server
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 TURNS = 4
-DEMO_MODELS = 16
-"""Those of `make demo`."""
 ENGINE_FLAGS = ("--threads", "1", "--batch-sizes", "1")
 """The bits of a row may depend on its batch and on the number of threads."""
 
 
 def scale_command(options: argparse.Namespace, replicas: int, url: str) -> list[str]:
-    command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(_repository(options))]
+    command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(options.folder / "scale")]
     command += ["--replicas", str(replicas), "--memory", options.memory, "--http-port", url.rpartition(":")[2]]
-    return [*command, "--cache", str(_cache(options)), *ENGINE_FLAGS]
+    return [*command, "--cache", str(options.folder / "scale-cache"), *ENGINE_FLAGS]
 
 
 def one_server_command(options: argparse.Namespace) -> list[str]:
-    return serve_command(_repository(options), options.memory, None, _cache(options), *ENGINE_FLAGS)
-
-
-def _repository(options: argparse.Namespace) -> Path:
-    folder: Path = options.folder / ("repository" if options.demo else "scale")
-    return folder
-
-
-def _cache(options: argparse.Namespace) -> Path:
-    folder: Path = options.folder / ("cache" if options.demo else "scale-cache")
-    return folder
+    return serve_command(
+        options.folder / "scale", options.memory, None, options.folder / "scale-cache", *ENGINE_FLAGS
+    )
 
 
 def asked_at(url: str, asked: Sequence[Question]) -> list[Question]:
@@ -225,24 +215,6 @@ def _as_arrays(question: Question) -> bytes:
     return file.getvalue()
 
 
-async def compared(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
-    """Put the same questions to one server and to two engines, through tritonclient; compare every answer."""
-    answers = {}
-    async with running_server(one_server_command(options), PATIENCE_S) as url:
-        answers["one server"] = await asyncio.to_thread(questions, url, models)
-    url = f"http://127.0.0.1:{free_port()}"
-    async with running_server(scale_command(options, 2, url), PATIENCE_S):
-        answers["two engines"] = await asyncio.to_thread(questions, url, models)
-    pairs = list(zip(answers["one server"], answers["two engines"], strict=True))
-    assert all(one.body == other.body for one, other in pairs)
-    equal = sum(one.answer == other.answer for one, other in pairs)
-    return [
-        f"{len(pairs)} requests to {len(models)} models through tritonclient over HTTP, first to one server, then"
-        f" to two engines. Answers with equal bits: {equal}.\n",
-        f"Every request was answered with equal bits: {'yes' if equal == len(pairs) else 'NO'}.\n",
-    ]
-
-
 async def sections_of(options: argparse.Namespace, models: Sequence[str]) -> list[str]:
     async with running_server(one_server_command(options), PATIENCE_S) as url:
         asked = await asyncio.to_thread(questions, url, models)
@@ -284,26 +256,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kill-rate", type=float, default=5.0, help="requests per second meanwhile")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="engines (default: 1 2)")
     parser.add_argument("--multiplexed", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument(
-        "--demo",
-        action="store_true",
-        help="only compare the answers of the demo's models, in its folder, with one server's",
-    )
     options = parser.parse_args(argv)
     console = Console(highlight=False)
-    chosen = recipes(DEMO_MODELS) if options.demo else recipes(options.models, (options.entry,))
-    prepared = prepare_visibly(_repository(options), chosen, force=False, console=console)
-    names = [one.recipe.name for one in prepared]
-    sections = asyncio.run(compared(options, names) if options.demo else sections_of(options, names))
-    intro = f"The models of `make demo`, {options.memory} and a thread for the server and for each engine.\n"
-    if not options.demo:
-        intro = (
-            f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine;"
-            f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP, in {TURNS} turns."
-            " A replica of the multiplexed deployment holds"
-            f" {options.resident_models} models and copies others from RAM as a whole. All processes share the"
-            " CPUs.\n"
-        )
+    chosen = recipes(options.models, (options.entry,))
+    prepared = prepare_visibly(options.folder / "scale", chosen, force=False, console=console)
+    sections = asyncio.run(sections_of(options, [one.recipe.name for one in prepared]))
+    intro = (
+        f"{options.models} models ({options.entry}), {options.memory} and a thread for each engine;"
+        f" {options.rate:g} requests/s arrive at random for {options.seconds:g} s, over HTTP, in {TURNS} turns."
+        " A replica of the multiplexed deployment holds"
+        f" {options.resident_models} models and copies others from RAM as a whole. All processes share the"
+        " CPUs.\n"
+    )
     publish(options, "Engines that Ray Serve places", [intro, *sections])
     return 1 if any("NO." in section for section in sections) else 0
 

@@ -1,7 +1,6 @@
 """Streaming parameters against having them: predicted and measured time, overlap, and the copy lane's bandwidth.
 
-Three models at 25 % and 50 % of their weights, from both stores, each next to its own resident run, to the same plan
-with every copy waited for, and to the bound.
+Three models at 25 % and 50 % of their weights, from both stores, each beside its own resident run and the bound.
 All shares of a model run in turn in one process, so that ratios hold on a machine whose speed drifts.
 """
 
@@ -10,26 +9,20 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from rich.console import Console
 
-from benchmarks.chrome_trace import chrome_trace
 from benchmarks.programs import LoadedProgram, loaded
 from benchmarks.record import parser_of, publish, table_of
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.simulate import simulate
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
-from cohabit.runtime.binding.calls import Call
-from cohabit.runtime.binding.draft import ComputeStep, SwapStep
-from cohabit.runtime.binding.program import Program
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.lower import Lowered, lower
@@ -40,6 +33,15 @@ from cohabit.runtime.stores.host import Store, open_store
 
 MODELS = ("resnet152", "bert_base", "minilm")
 SHARES = (0.25, 0.5)
+SHOWN = (
+    "model, store, share of weights",
+    "resident ms",
+    "streamed ms",
+    "predicted / streamed",
+    "streamed / resident",
+    "MiB copied",
+)
+"""Columns of the page; the others are in the data alone."""
 STORES: tuple[StoreKind, ...] = ("ram", "file")
 
 
@@ -60,7 +62,6 @@ class Row:
     slowest_s: float
     over_resident: float
     """The median of the rounds' ratios."""
-    serial_s: float
     link_bytes: int
     copy_bytes_per_s: float
 
@@ -99,9 +100,6 @@ def _measure(lowered: Lowered, store: Store, options: argparse.Namespace, say: C
     with ExitStack() as stack:
         whole = _Runs(resident, stack.enter_context(loaded(lowered, Bucket(1), resident, None, store)))
         runs = [_Runs(p, stack.enter_context(loaded(lowered, Bucket(1), p, profile, store))) for p in plans]
-        if options.traces is not None:
-            for share, run in zip(options.shares, runs, strict=True):
-                _write_traces(run, store, share, profile, options.traces, say)
         for _ in range(options.rounds):
             for run in (whole, *runs):
                 run.once()
@@ -112,40 +110,22 @@ def _measure(lowered: Lowered, store: Store, options: argparse.Namespace, say: C
     return rows
 
 
-def _write_traces(
-    run: "_Runs", store: Store, share: float, profile: Profile, folder: Path, say: Callable[[str], None]
-) -> None:
-    """The predicted timeline, and a measured one, in which each op runs alone."""
-    program, plan, lowered = run.program, run.plan, run.program.lowered
-    measured = program.executor.run(program.program, lowered.examples(Bucket(1)), traced=True).timeline
-    assert measured is not None
-    graph = lowered.graphs[Bucket(1)]
-    timelines = {"predicted": simulate(graph, plan, profile), "measured": measured}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{lowered.name}-{store.kind}-{share:.0%}.json"
-    path.write_bytes(chrome_trace(timelines, graph, plan))
-    say(f"  {path}: open it at ui.perfetto.dev or chrome://tracing")
-
-
 class _Runs:
     """A program, and the seconds that its runs took, after a first one."""
 
     def __init__(self, plan: Plan, program: LoadedProgram) -> None:
         self.plan, self.program = plan, program
         self.seconds: list[float] = []
-        self._serial: list[float] = []
         self._copying: list[float] = []
         program.settled_run_s()
 
     def once(self) -> None:
-        """Run twice, the second run counts: the first fills the caches. If anything is copied, run serially, too."""
+        """Run twice, the second run counts: the first fills the caches."""
         program, executor = self.program, self.program.executor
         program.settled_run_s()
         before = executor.swap_busy_s
         self.seconds.append(program.settled_run_s())
         self._copying.append(executor.swap_busy_s - before)
-        if program.program.link_bytes:
-            self._serial.append(replace(program, program=serialised(program.program)).settled_run_s())
 
     def row(self, kind: StoreKind, share: float, profile: Profile, resident: "_Runs") -> Row:
         found, link_bytes = self.plan.provenance, self.program.program.link_bytes
@@ -162,41 +142,9 @@ class _Runs:
             fastest_s=min(self.seconds),
             slowest_s=max(self.seconds),
             over_resident=statistics.median(a / b for a, b in zip(self.seconds, resident.seconds, strict=True)),
-            serial_s=statistics.median(self._serial or self.seconds),
             link_bytes=link_bytes,
             copy_bytes_per_s=link_bytes / statistics.median(self._copying) if link_bytes else 0.0,
         )
-
-
-def serialised(program: Program) -> Program:
-    """The same program without overlap: each step waits for all copies that can have ended by then."""
-
-    def waiting(steps: Sequence[ComputeStep[Call]]) -> tuple[ComputeStep[Call], ...]:
-        done = list(range(len(steps)))
-        counts = [_issuable(program, computes) for computes in done]
-        return tuple(
-            replace(step, swap_ins_before=max(step.swap_ins_before, ins), swap_outs_before=outs)
-            for step, (ins, outs) in zip(steps, counts, strict=False)
-        )
-
-    return replace(program, computes=waiting(program.computes))
-
-
-def _issuable(program: Program, computes: int) -> tuple[int, int]:
-    """How many swap-ins and swap-outs may have ended once so many compute steps have."""
-    ins = outs = 0
-    while True:
-        before = ins, outs
-        while ins < len(program.swap_ins) and _may_start(program.swap_ins[ins], computes, outs):
-            ins += 1
-        while outs < len(program.swap_outs) and _may_start(program.swap_outs[outs], computes, ins):
-            outs += 1
-        if before == (ins, outs):
-            return before
-
-
-def _may_start(step: SwapStep, computes: int, others: int) -> bool:
-    return step.computes_before <= computes and step.others_before <= others
 
 
 def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
@@ -206,12 +154,12 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
             "resident ms": f"{r.resident_s * 1e3:.1f}",
             "bound ms": f"{r.bound_s * 1e3:.1f}",
             "predicted ms": f"{r.predicted_s * 1e3:.1f}",
-            "streamed ms (min-max)": f"{r.streamed_s * 1e3:.1f} ({r.fastest_s * 1e3:.1f}-{r.slowest_s * 1e3:.1f})",
+            "streamed ms": f"{r.streamed_s * 1e3:.1f}",
+            "fastest ms": f"{r.fastest_s * 1e3:.1f}",
+            "slowest ms": f"{r.slowest_s * 1e3:.1f}",
             "predicted / streamed": f"{r.predicted_s / r.streamed_s:.3f}",
             "streamed / resident": f"{r.over_resident:.3f}",
             "as predicted": f"{r.predicted_s / r.profiled_s:.3f}",
-            "serial ms": f"{r.serial_s * 1e3:.1f}",
-            "serial / streamed": f"{r.serial_s / r.streamed_s:.2f}",
             "MiB copied": f"{r.link_bytes / 2**20:.0f}",
             "copy GB/s": f"{r.copy_bytes_per_s / 1e9:.2f}",
         }
@@ -220,11 +168,10 @@ def _sections(rows: Sequence[Row], options: argparse.Namespace) -> list[str]:
     return [
         f"Batch 1, {options.threads} compute thread(s), weights packed as they are served, medians of {options.rounds}"
         " rounds; a round runs a model resident and in all its shares, each twice, and counts the second run. *Bound*"
-        " and *predicted* come from a profile taken just before. *Serial* is the streamed plan with every copy waited"
-        " for before the next step."
-        " The share is of all weights, embedding tables included; these stay in the host store at every budget."
-        " Partition and workspace together are the share.\n",
-        table_of(cells),
+        " and *predicted* come from a profile taken just before. The share is of all weights, embedding tables"
+        " included; these stay in the host store at every budget. Partition and workspace together are the share.\n",
+        table_of([{heading: row[heading] for heading in SHOWN} for row in cells]),
+        table_of(cells, shown=False),
     ]
 
 
@@ -239,7 +186,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="compute threads (default: %(default)s)")
     parser.add_argument("--verify-reads", action="store_true", help="compare all reads with checksums")
-    parser.add_argument("--traces", type=Path, metavar="DIR", help="write predicted and measured timelines there")
     return parser
 
 

@@ -177,7 +177,7 @@ def applications(runs: dict[int, Runs]) -> tuple[str, str]:
                 row.append("-" if isinstance(run, str) else f"{run[2] * 1e3:.1f}")
         times.append(row)
     columns = [f"{name}, {n}" for n in PROCESSES for name in (*SEARCHED, "DTensor")]
-    return moved, markdown_table(["program", *columns], times)
+    return moved, markdown_table(["program", *columns], times, shown=False)
 
 
 def ratio(a: float, b: float) -> str:
@@ -225,9 +225,8 @@ def planning_times() -> str:
             nbytes.append(plan_tiling(graph, search).nbytes)
             cells.append(f"{time.perf_counter() - begin:.3f}")
         rows.append([str(count), str(edges), *cells, f"{nbytes[1] / nbytes[0]:.2f}"])
-    return markdown_table(
-        ["arrays", "edges", "graph, s", "exact, s", "greedy, s", "recursive, s", "greedy's bytes / exact's"], rows
-    )
+    header = ["arrays", "edges", "graph, s", "exact, s", "greedy, s", "recursive, s", "greedy's bytes / exact's"]
+    return markdown_table(header, rows, shown=False)
 
 
 def dask_seconds(subject: Subject, scale: int, workers: int, repeats: int) -> float:

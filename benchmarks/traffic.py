@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import aiohttp
 import numpy as np
 import tritonclient.http
 from tritonclient.http import InferenceServerClient
 
-from benchmarks.wire import Connections, post
 from cohabit.loadgen.arrivals import RequestArrival, draw_arrivals
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
@@ -21,7 +21,7 @@ MOST_IN_FLIGHT = 20_000
 UNANSWERED_S = 30.0
 """A request without any answer for so long has none."""
 
-OK = 200
+OK, NO_ANSWER = 200, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,36 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What is posted to one model."""
+
+    path: str
+    headers: Mapping[str, str]
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Client:
     """A server, and a request ready to be sent to each of its models."""
 
-    url: str
-    connections: Connections
-    requests: Mapping[str, bytes]
+    session: aiohttp.ClientSession
+    requests: Mapping[str, Request]
 
     async def send(self, model: str) -> int:
-        """Send one request and read its answer; returns the status."""
-        return await self.connections.ask(self.requests[model])
+        """Send one request and read its answer. Returns the status, or NO_ANSWER."""
+        return await self._post(self.requests[model])
 
     async def control(self, model: str, order: str) -> int:
-        """Load or unload a model."""
-        path = f"/v2/repository/models/{model}/{order}"
-        return await self.connections.ask(post(address_of(self.url), path, {}, b"{}"))
+        """Load or unload a model. Returns the status, or NO_ANSWER."""
+        return await self._post(Request(f"/v2/repository/models/{model}/{order}", {}, b"{}"))
+
+    async def _post(self, request: Request) -> int:
+        try:
+            async with self.session.post(request.path, headers=request.headers, data=request.body) as answer:
+                await answer.read()
+                return answer.status
+        except (aiohttp.ClientError, TimeoutError):
+            return NO_ANSWER
 
     async def closed_loop(self, models: Sequence[str], at_once: int, duration_s: float) -> Traffic:
         """Keep so many requests under way, over all models in turn."""
@@ -106,22 +121,19 @@ class Client:
 
 
 def _status(kind: str) -> int:
-    return int(kind) if kind.isdigit() else 0
+    return int(kind) if kind.isdigit() else NO_ANSWER
 
 
 @asynccontextmanager
 async def client_of(url: str, models: Sequence[str], timeout_s: float | None = None) -> AsyncIterator[Client]:
     """Connect to a server; every request asks to be answered within `timeout_s`."""
     requests = await asyncio.to_thread(_requests, url, models, timeout_s)
-    host, _, port = address_of(url).rpartition(":")
-    connections = Connections(host, int(port), UNANSWERED_S)
-    try:
-        yield Client(url, connections, requests)
-    finally:
-        connections.close()
+    timeout, connector = aiohttp.ClientTimeout(total=UNANSWERED_S), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
+        yield Client(session, requests)
 
 
-def _requests(url: str, models: Sequence[str], timeout_s: float | None) -> dict[str, bytes]:
+def _requests(url: str, models: Sequence[str], timeout_s: float | None) -> dict[str, Request]:
     rng = np.random.default_rng(0)
     timeout_us = None if timeout_s is None else round(timeout_s * 1e6)
     requests = {}
@@ -132,5 +144,5 @@ def _requests(url: str, models: Sequence[str], timeout_s: float | None) -> dict[
             headers = {"Content-Type": "application/octet-stream"}
             if header_length is not None:
                 headers["Inference-Header-Content-Length"] = str(header_length)
-            requests[model] = post(address_of(url), f"/v2/models/{model}/infer", headers, raw)
+            requests[model] = Request(f"/v2/models/{model}/infer", headers, raw)
     return requests

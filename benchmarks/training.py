@@ -177,10 +177,12 @@ def tables_of(cells: Cells, share: float) -> Iterator[str]:
         header = ["", *nets, *(["mean"] if cell_of is _speed else [])]
         if rows:
             yield f"{title}:\n"
-            yield markdown_table(header, rows)
+            yield markdown_table(header, rows, shown=cell_of is _speed)
     yield "The losses of all steps have the bits of eager's:\n"
     yield markdown_table(
-        ["", *nets], [[NAMES.get(n, n), *(_same(cells, net, share, n) for net in nets)] for n in found]
+        ["", *nets],
+        [[NAMES.get(n, n), *(_same(cells, net, share, n) for net in nets)] for n in found],
+        shown=False,
     )
 
 
@@ -204,7 +206,7 @@ def step_parts(cells: Cells) -> Iterator[str]:
                 rows.append([f"{net}, {NAMES[name]}, {100 * share:g} %", *figures])
     title = "HOME, Figure 7: a step's time under `cohabit.budget` by its parts"
     header = ["net, contestant, memory", "step, s", "eager's step, s", "computation", "overlap", "swapping"]
-    yield from _section(title, PARTS, header, rows)
+    yield from _section(title, PARTS, header, rows, shown=False)
 
 
 def savings(cells: Cells) -> Iterator[str]:
@@ -216,7 +218,7 @@ def savings(cells: Cells) -> Iterator[str]:
             cost = cell["step_s"] / cell["eager_s"]
             rows.append([net, NAMES.get(name, name), f"{saved:.3f}", f"{cost:.3f}", f"{saved / cost:.3f}"])
     title = "TENSILE, Tables I and III: memory saving, overhead, and their ratio"
-    yield from _section(title, TENSILE, ["net", "", "MSR", "EOR", "CBR"], rows)
+    yield from _section(title, TENSILE, ["net", "", "MSR", "EOR", "CBR"], rows, shown=False)
 
 
 def rates(cells: Cells, nets_of: Mapping[str, Net]) -> Iterator[str]:
@@ -231,12 +233,12 @@ def rates(cells: Cells, nets_of: Mapping[str, Net]) -> Iterator[str]:
                 rows.append([f"{net}, {NAMES[name]}", eager, *shown])
     title = "Beaumont et al., Figure 3, in kind: samples per second by memory"
     header = ["net, contestant", "eager without a limit", *(f"{100 * share:g} %" for share in shares)]
-    yield from _section(title, RATES, header, rows)
+    yield from _section(title, RATES, header, rows, shown=True)
 
 
-def _section(title: str, about: str, header: Sequence[str], rows: Rows) -> Iterator[str]:
+def _section(title: str, about: str, header: Sequence[str], rows: Rows, *, shown: bool) -> Iterator[str]:
     if rows:
-        yield from (f"## {title}\n", about, markdown_table(header, rows))
+        yield from (f"## {title}\n", about, markdown_table(header, rows, shown=shown))
 
 
 def shares_of(cells: Cells) -> list[float]:

@@ -95,7 +95,7 @@ def _accuracy(options: argparse.Namespace, console: Console) -> list[str]:
         " that of float32.\n"
     )
     header = ["model", "weights", "float32 MiB", "stored", "top-1 equal", "cosine, mean", "least", "largest error"]
-    return ["## Accuracy and bytes\n", about, markdown_table(header, rows)]
+    return ["## Accuracy and bytes\n", about, markdown_table(header, rows, shown=False)]
 
 
 def _sentences(options: argparse.Namespace) -> list[str]:

@@ -25,14 +25,16 @@ from cohabit.planner.sizing.problem import Division, LayoutName, ModelDemand
 from cohabit.planner.sizing.shares import Curve
 
 T = TypeVar("T")
-_DIVISION_VERSION = 5
+_DIVISION_VERSION = 6
 """Incremented when memory is divided by other rules."""
 
 
 class _DivisionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A division of memory, and the fingerprint of the memory and the models."""
+    """A division of memory, and the fingerprint of the memory and the models' graphs."""
 
     problem: str
+    profiles: str | None
+    """Fingerprint of the profiles that it was chosen for; None if it was made by a rule of thumb."""
     division: Division
 
 
@@ -107,17 +109,38 @@ class Library:
         return None
 
     def division(
-        self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int
+        self,
+        models: Sequence[ModelDemand],
+        memory_bytes: int,
+        layout: LayoutName,
+        lanes: int,
+        *,
+        any_profiles: bool = False,
     ) -> Division | None:
-        """Return the stored division of this memory among these models; None if there is no usable one."""
+        """Return the stored division of this memory among these models; None if there is no usable one.
+
+        With `any_profiles`, also one made for other profiles or by a rule of thumb: the one that was last in use.
+        """
         key = _division_key(models, memory_bytes, layout, lanes)
-        return self._read(self._division_path(key), lambda raw: _usable_division(raw, key))
+        record = self._read(self._division_path(key), lambda raw: _usable_division(raw, key))
+        if record is None or not (any_profiles or record.profiles == _profiles_key(models)):
+            return None
+        return record.division
 
     def store_division(
-        self, models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int, division: Division
+        self,
+        models: Sequence[ModelDemand],
+        memory_bytes: int,
+        layout: LayoutName,
+        lanes: int,
+        division: Division,
+        *,
+        rough: bool = False,
     ) -> None:
+        """Store the division for the next start of these models. `rough`: it was made by a rule of thumb."""
         key = _division_key(models, memory_bytes, layout, lanes)
-        self._store(self._division_path(key), msgspec.json.encode(_DivisionRecord(key, division)))
+        record = _DivisionRecord(key, None if rough else _profiles_key(models), division)
+        self._store(self._division_path(key), msgspec.json.encode(record))
 
     def plan_path(self, problem: Problem, searcher: str) -> Path:
         key = (cohabit.planner.plan.FORMAT_VERSION, searcher, *problem.key)
@@ -149,9 +172,13 @@ class Library:
 
 def _division_key(models: Sequence[ModelDemand], memory_bytes: int, layout: LayoutName, lanes: int) -> str:
     graphs = [[graph.fingerprint for _, graph in sorted(model.graphs.items())] for model in models]
-    profiles = [[profile.fingerprint for _, profile in sorted(model.profiles.items())] for model in models]
     rates = [(model.rate_per_s, model.splits_batches) for model in models]
-    return fingerprint((_DIVISION_VERSION, graphs, profiles, rates, memory_bytes, layout, lanes))
+    return fingerprint((_DIVISION_VERSION, graphs, rates, memory_bytes, layout, lanes))
+
+
+def _profiles_key(models: Sequence[ModelDemand]) -> str:
+    profiles = [[profile.fingerprint for _, profile in sorted(model.profiles.items())] for model in models]
+    return fingerprint(profiles)
 
 
 def _ladders_key(model: ModelDemand, searcher: str) -> str:
@@ -173,11 +200,11 @@ def _enlarged(plan: Plan, memory: Memory) -> Plan:
     return structs.replace(plan, memory=memory, provenance=provenance)
 
 
-def _usable_division(raw: bytes, key: str) -> Division:
+def _usable_division(raw: bytes, key: str) -> _DivisionRecord:
     record = _division_decoder.decode(raw)
     if record.problem != key:
         raise FormatError(f"division is of {record.problem[:12]}, not of {key[:12]}")
-    return record.division
+    return record
 
 
 def _usable_plan(raw: bytes, problem: Problem) -> Plan:

@@ -39,7 +39,10 @@ Parts = Mapping[str, Mapping[str, Part]]
 
 
 class PartRegistry(Mapping[str, Any]):
-    """The parts of a group by name; `registry[name]` imports one. The core's names win, then the wings'."""
+    """The parts of a group by name; `registry[name]` imports one. The core's names win, then the wings'.
+
+    Wings are looked for only if a name is not the core's: a server with the core's parts imports no wing.
+    """
 
     def __init__(self, group: str, core: Mapping[str, Part]) -> None:
         self._group = group
@@ -65,11 +68,12 @@ class PartRegistry(Mapping[str, Any]):
         return found
 
     def __getitem__(self, name: str) -> Any:
-        module, _, attribute = (self.own.get(name) or self.all[name]).path.partition(":")
+        part = self._core.get(name) or self.own.get(name) or self.all[name]
+        module, _, attribute = part.path.partition(":")
         return getattr(import_module(module), attribute) if attribute else import_module(module)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.own or name in self.all
+        return name in self._core or name in self.own or name in self.all
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all)

@@ -7,13 +7,17 @@ Derived values follow after the links: *computed: 1.09 = 0.83 / 0.76*, or *= mea
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Final, NamedTuple
 
+import msgspec
 import pytest
+
+from benchmarks.record import ResultData
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results"
@@ -98,7 +102,30 @@ def lines_of(path: Path, anchor: str) -> tuple[str, ...]:
 
 
 @cache
+def data_of(path: Path) -> ResultData | None:
+    """Return the data of a result file, which have all its tables; None if there are none."""
+    data = path.parent / "data" / f"{path.stem}.json"
+    return msgspec.json.decode(data.read_bytes(), type=ResultData) if data.exists() else None
+
+
+def plain_cells(cells: Sequence[str]) -> list[str]:
+    return [plain(cell) for cell in cells]
+
+
+@cache
 def content_of(path: Path, anchor: str = "") -> Content:
+    """Return the paragraphs of a page or a section of it, with the tables that its data have there."""
+    found, data = page_of(path, anchor), data_of(path)
+    if data is not None:
+        found.tables[:] = [
+            Table(plain(table.about), plain_cells(table.header), [plain_cells(row) for row in table.rows])
+            for table in data.tables
+            if anchor in ("", slug(table.section))
+        ]
+    return found
+
+
+def page_of(path: Path, anchor: str = "") -> Content:
     found = Content([], [])
     for block in "\n".join(lines_of(path, anchor)).split("\n\n"):
         lines = block.strip().splitlines()
@@ -226,6 +253,17 @@ def test_a_changed_figure_is_noticed(row: Row) -> None:
     for clause in computed:
         value, _, rest = clause.partition(" = ")
         assert not holds(f"{other(value)} = {rest}", known), clause
+
+
+def test_tables_of_pages_are_those_of_their_data() -> None:
+    shown, wrong = 0, []
+    for path in RESULTS.glob("*.md"):
+        for table in page_of(path).tables if data_of(path) is not None else ():
+            shown += 1
+            if not any((table.header, table.rows) == (t.header, t.rows) for t in content_of(path).tables):
+                wrong.append(f"{path.name}: {table.header}")
+    assert shown > 50
+    assert wrong == []
 
 
 def test_links_lead_to_files_and_sections() -> None:

@@ -17,7 +17,7 @@ from statistics import median
 from rich.console import Console
 
 from benchmarks.frontend.client import Measured
-from benchmarks.frontend.models import MODELS, Trivial, export, write_twins
+from benchmarks.frontend.models import MODELS, TINY, Trivial, export, write_twins
 from benchmarks.frontend.servers import BARE, ComparedServer, bare, cohabit, find_tritonserver, tritonserver
 from benchmarks.record import parser_of, publish, table_of
 from benchmarks.scrape import cpu_s
@@ -61,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cells = [Cell(p, model, clients) for p in _PROTOCOLS for model in MODELS for clients in _CLIENTS]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         servers = _start(Path(folder), options.tritonserver, stack, console)
-        tables = []
+        tables = list[str]()
         for cell in cells:
             console.print(f"{cell.protocol}, {cell.model.name}, clients: {cell.clients}")
             ways = {server.name: partial(_measure, server, cell, options.seconds) for server in servers}
             found = in_turns(ways, options.rounds)
-            tables.append(_table(cell, {name: _median(rounds) for name, rounds in found.items()}))
+            tables += _sections(cell, {name: _median(rounds) for name, rounds in found.items()})
     publish(options, "The front end beside tritonserver's", [_EXPLAINED, *tables])
     return 0
 
@@ -109,7 +109,7 @@ def _median(figures: Sequence[Figure]) -> Figure:
     )
 
 
-def _table(cell: Cell, figures: Mapping[str, Figure]) -> str:
+def _sections(cell: Cell, figures: Mapping[str, Figure]) -> list[str]:
     reference, bare_s = figures.get("tritonserver"), figures[BARE].p50_s
     rows = [
         {
@@ -127,8 +127,7 @@ def _table(cell: Cell, figures: Mapping[str, Figure]) -> str:
         for name, figure in figures.items()
     ]
     clients = "one client" if cell.clients == 1 else f"{cell.clients} clients"
-    title = f"## {cell.protocol}, {cell.model.nbytes} bytes, {clients}"
-    return f"{title}\n\n{table_of(rows)}"
+    return [f"## {cell.protocol}, {cell.model.nbytes} bytes, {clients}\n", table_of(rows, shown=cell.model is TINY)]
 
 
 if __name__ == "__main__":

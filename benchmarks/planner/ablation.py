@@ -16,17 +16,16 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import get_args
 
-import matplotlib.pyplot as plt
 import numpy as np
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.planner.ablated import WAYS, AblatedGenetic, Start
-from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.cache import graph_parser_of
 from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, training_graph
-from benchmarks.record import markdown_table, parser_of, record, results_folder
+from benchmarks.record import markdown_table, publish
 from cohabit.planner.genetic.schedules import precedence, random_schedule
 from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.swapadvisor.allocations import AllocationSpace
@@ -36,15 +35,12 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.warm import warm
 
-MODULE = "benchmarks.planner.ablation"
 MEMORIES = {"lstm8": 128 << 20, "inception_v4": 64 << 20, "inception_4": 16 * 10**9}
 """Of the searches: two networks for inference, and the paper's training graph of Inception."""
 LONGER = {"lstm8": 3, "inception_v4": 1, "inception_4": 6}
 """Search times in units of `--seconds`: an evaluation of a larger graph takes longer."""
 STARTS: tuple[Start, ...] = get_args(Start)
 FULL = "both"
-OVER_TIME = tuple(WAYS)[:3]
-"""Drawn over time: Figure 9 has the full search, and the one without a restriction of CLS."""
 RANDOM = "inception_4", 32, 11 * 10**9
 """Figure 4.4: Inception-v4 with wide scale 4, its batch size, and the paper's share of the memory: 16 GB of half of the
 71 GB that Table 1 has for batch 64."""
@@ -132,68 +128,6 @@ def by_chance(problem: Problem, count: int, seed: int = 0) -> Chance:
     return Chance(drawn[0], drawn[1], provenance.latency_s, provenance.evaluations, provenance.resident_s)
 
 
-def draw_courses(courses: Courses, seed: int, path: Path) -> None:
-    """Figure 9: a panel per network and way, with best, mean and worst over search time from both starts."""
-    names = list(dict.fromkeys(name for name, *_ in courses))
-    figure, rows = plt.subplots(
-        len(OVER_TIME), len(names), figsize=(4.2 * len(names), 2.7 * len(OVER_TIME)),
-        layout="constrained", squeeze=False, sharex="col", sharey="col",
-    )  # fmt: skip
-    for way, panels in zip(OVER_TIME, rows, strict=True):
-        for name, panel in zip(names, panels, strict=True):
-            for start, line in zip(STARTS, ("-", ":"), strict=True):
-                course = courses[name, start, way, seed]
-                living = np.isfinite(course.mean_s)
-                values = {"worst": course.worst_s, "mean": course.mean_s, "best": course.best_s}
-                for color, (label, value_s) in enumerate(values.items()):
-                    panel.step(
-                        np.array(course.seconds)[living], np.array(value_s)[living] * 1e3, f"C{color}{line}",
-                        where="post", label=f"{label}, {start}",
-                    )  # fmt: skip
-            panel.set_title(f"{name}: {way}", fontsize=10)
-            panel.set_xscale("log")
-            panel.set_yscale("log")
-    for panel in rows[:, 0]:
-        panel.set_ylabel("simulated latency, ms")
-    for panel in rows[-1]:
-        panel.set_xlabel("search time, CPU s")
-    rows[0, 0].legend(fontsize=6)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def draw_parts(courses: Courses, path: Path) -> None:
-    """Figure 10: the best throughput of every way over the full search's, in the mean of seeds, and each seed."""
-    groups = list(dict.fromkeys((name, start) for name, start, _, _ in courses))
-    figure, panel = plt.subplots(figsize=(1.4 * len(groups) + 4, 3.6), layout="constrained")
-    width = 0.8 / len(WAYS)
-    for n, way in enumerate(WAYS):
-        x = np.arange(len(groups)) + (n - (len(WAYS) - 1) / 2) * width
-        shares = [of_full(courses, name, start, way) for name, start in groups]
-        panel.bar(x, [mean_share(s) for s in shares], width, label=way)
-        for at, each in zip(x, shares, strict=True):
-            panel.plot([at] * len(each), each, "k.", markersize=4)
-    panel.axhline(1.0, color="grey", linewidth=0.8)
-    panel.set_xticks(range(len(groups)), [f"{name},\n{start}" for name, start in groups], fontsize=8)
-    panel.set_ylabel("throughput over the full search's")
-    panel.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def draw_chance(chance: Chance, path: Path) -> None:
-    """Figure 4.4: a point per member, first those with random schedules, then those with random allocations."""
-    figure, panel = plt.subplots(figsize=(8, 3.8), layout="constrained")
-    count = len(chance.schedules_s)
-    panel.plot(range(count), chance.schedules_s, ".", label="random schedules, one allocation")
-    panel.plot(range(count, 2 * count), chance.allocations_s, ".", label="one schedule, random allocations")
-    panel.axhline(chance.found_s, color="C2", label="found by genetic")
-    panel.set(xlabel="member", ylabel="simulated time of a step, s")
-    panel.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def of_full(courses: Courses, name: str, start: Start, way: str) -> list[float]:
     """The throughput of a way over that of the full search from the same start, per seed."""
     seeds = sorted({seed for *_, seed in courses})
@@ -218,7 +152,7 @@ def searches_table(courses: Courses, problems: Mapping[str, Problem]) -> str:
     ]  # fmt: skip
     header = ["network, start, searched", "seed", "first ms", "best ms", "of resident speed", "mean", "worst",
               "evaluations", "CPU s", "last gain"]  # fmt: skip
-    return markdown_table(header, rows)
+    return markdown_table(header, rows, shown=False)
 
 
 def parts_table(courses: Courses) -> str:
@@ -258,25 +192,20 @@ def report(
     each = ", ".join(f"{n} {LONGER[n] * options.seconds:g}" for n in problems)
     yield SEARCHES.format(memories=text, population=options.population, seconds=each, count=options.processes)
     yield searches_table(courses, problems)
-    yield f"## Over search time (Figure 9)\n\n{OVER.format(seed=options.seeds[0])}"
-    yield "![best, mean and worst over time](planner-ablation.png)\n"
     yield f"## What each part contributes (Figure 10)\n\n{PARTS}"
     yield parts_table(courses)
-    yield "![throughput over the full search's](planner-ablation-parts.png)\n"
     yield f"## Random members (thesis, Figure 4.4)\n\n{CHANCE.format(chance=chance)}"
     yield chance_table(chance)
-    yield "![simulated times of random members](planner-ablation-random.png)\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(MODULE, __doc__)
+    parser = graph_parser_of("benchmarks.planner.ablation", __doc__)
     parser.add_argument("--networks", nargs="+", default=list(MEMORIES), choices=list(MEMORIES))
     parser.add_argument("--seconds", type=float, default=3.0, help="unit of search time (default: %(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the searches (default: 0)")
     parser.add_argument("--population", type=int, default=144, help="(default: %(default)s, as in the paper)")
     parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
     parser.add_argument("--members", type=int, default=100, help="random ones of each kind (default: %(default)s)")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     options = parser.parse_args(argv)
     problems = {name: problem_of(name, None, MEMORIES[name], options.cache) for name in options.networks}
     warm()
@@ -294,15 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         running = track(futures.items(), "searching", console=Console(stderr=True))
         courses = {each: future.result() for each, future in running}
-    sections = list(report(courses, problems, chance, options))
-    print("\n".join(sections))
-    folder = results_folder() if options.record else options.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    draw_courses(courses, options.seeds[0], folder / "planner-ablation.png")
-    draw_parts(courses, folder / "planner-ablation-parts.png")
-    draw_chance(chance, folder / "planner-ablation-random.png")
-    if options.record:
-        record("planner-ablation", "SwapAdvisor's search, taken apart", MODULE, sections)
+    publish(options, "SwapAdvisor's search, taken apart", list(report(courses, problems, chance, options)))
     return 0
 
 
@@ -311,9 +232,6 @@ SEARCHES = """**Simulated.** {memories}, on `v100_pcie3`; population {population
 as section 5.1 says. *Softmax selection* is the paper's, the others are elitist. *first* is the best of the first
 generation; mean and worst are of the last living population, members that do not fit left out; *last gain* is the
 number of evaluations after which the best was found; *none* fits.
-"""
-OVER = """Best so far, mean and worst of the living population, with seed {seed}, from both starts. Theirs: a population
-of 144 on 72 cores, good within 100 s; without the restriction of CLS best, mean and worst are all worse.
 """
 PARTS = """The best of each search over that of the full search from the same start with the same seed: geometric mean,
 least and most of all seeds. Theirs: RNN without schedules 7 %, Inception-v4 without schedules 93 %.

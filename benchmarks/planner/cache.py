@@ -1,5 +1,6 @@
 """Captured graphs as JSON files, so that each is captured once."""
 
+import argparse
 import hashlib
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import msgspec
 import torch
 
 from benchmarks.planner.capture import Captured
+from benchmarks.record import parser_of
 
 ROOT = Path(__file__).parent.parent.parent
 _OURS = ("capture", "inception", "models", "nasnet", "recurrent", "training")
@@ -21,6 +23,13 @@ _SOURCES = (
 )
 """What decides how a captured graph looks."""
 DEFAULT_CACHE = Path.home() / ".cache" / "cohabit" / "benchmarks"
+
+
+def graph_parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
+    """Return `parser_of`'s parser with a folder for captured graphs."""
+    parser = parser_of(module, about, has_folder=False)
+    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
+    return parser
 
 
 def cached(key: str, cache: Path | None, make: Callable[[], Captured]) -> Captured:

@@ -6,21 +6,19 @@ Simulated, on a V100's roofline: offloading by several searchers over our lower 
 offloading against optimal checkpointing as the link gets faster.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import structs
-from rich.console import Console
 from rich.progress import track
 from transformers import ResNetConfig, ResNetForImageClassification
 
-from benchmarks.planner.cache import DEFAULT_CACHE, cached
+from benchmarks.planner.cache import cached, graph_parser_of
 from benchmarks.planner.inception import inception_v4
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import Classified, Training, _labelled, capture_training, peak_bytes
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, publish
 from cohabit.loadgen.zoo.vision import ImageClassifier
 from cohabit.planner.errors import CohabitError
 from cohabit.planner.memory import single_budget
@@ -48,6 +46,8 @@ NETWORKS: Mapping[str, Training] = {
     "resnet152": _resnet("bottleneck", [3, 8, 36, 3]),
     "inception_v4": Training(lambda: Classified(inception_v4()), _labelled(299), 32),
 }
+SHOWN = "resnet152"
+"""Whose tables are on the page; the others are in the data alone."""
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the memory that a step needs if nothing leaves it."""
 OFFLOADING = ("dynprog", "greedy", "autoswap", "tflms", "vdnn", "vdnn_conv", "best")
@@ -128,7 +128,7 @@ def over_bound(name: str, seconds: float, cache: Path | None) -> str:
             for p in plans
         ]
         rows.append([f"{name}, {share:.0%}", *cells])
-    return markdown_table(["network, share of its peak", *OFFLOADING], rows)
+    return markdown_table(["network, share of its peak", *OFFLOADING], rows, shown=name == SHOWN)
 
 
 def against_checkpointing(name: str, seconds: float, cache: Path | None) -> str:
@@ -145,37 +145,29 @@ def against_checkpointing(name: str, seconds: float, cache: Path | None) -> str:
         ]
         rows.append([f"{name}, {share:.0%}", f"{batch / by_link[0][n].profile.compute_s:.0f}", *cells])
     links = [f"dynprog, {bandwidth / 1e9:g} GB/s" for bandwidth in BANDWIDTHS]
-    return markdown_table(
-        ["network, share of its peak", "all in memory", CHECKPOINTING, *links, "best, 12 GB/s"], rows
-    )
+    header = ["network, share of its peak", "all in memory", CHECKPOINTING, *links, "best, 12 GB/s"]
+    return markdown_table(header, rows, shown=name == SHOWN)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.chains", description=__doc__)
+    parser = graph_parser_of("benchmarks.planner.chains", __doc__)
     parser.add_argument("--seconds", type=float, default=3.0, help="search time per plan (default: %(default)s)")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     parser.add_argument("--lb", action="store_true", help="only Figure 2 over the paper's bound, on one channel")
-    parser.add_argument("--record", action="store_true", help="write docs/results/planner-chains.md, or -lb.md")
     options = parser.parse_args(argv)
     if options.lb:
         rows = [
             row for name in track(options.networks, "planning") for row in over_proposition_3(name, options.cache)
         ]
-        sections = [LB, markdown_table(LB_HEADER, rows)]
-        Console().print("\n".join(sections), markup=False)
-        if options.record:
-            title = "Offloading over Proposition 3's bound, on one channel: Beaumont et al., Figure 2"
-            record("planner-chains-lb", title, "benchmarks.planner.chains", sections)
+        options.record_as = "planner-chains-lb"
+        title = "Offloading over Proposition 3's bound, on one channel: Beaumont et al., Figure 2"
+        publish(options, title, [LB, markdown_table(LB_HEADER, rows)])
         return 0
     sections = [ABOUT.format(seconds=options.seconds), "## Makespan over the lower bound (Figure 2)\n"]
     for title, table in (("", over_bound), ("## Images per second (Figure 3)\n", against_checkpointing)):
         sections += [title] * bool(title)
         sections += [table(name, options.seconds, options.cache) for name in track(options.networks, "planning")]
-    Console().print("\n".join(sections), markup=False)
-    if options.record:
-        title = "Offloading and checkpointing of chains: Beaumont et al., Figures 2 and 3"
-        record("planner-chains", title, "benchmarks.planner.chains", sections)
+    publish(options, "Offloading and checkpointing of chains: Beaumont et al., Figures 2 and 3", sections)
     return 0
 
 

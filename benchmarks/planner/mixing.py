@@ -5,21 +5,19 @@
 Simulated, on a V100's roofline. Searches stop after a number of evaluations, so that a busy machine does not matter.
 """
 
-import argparse
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import structs
-from rich.console import Console
 
-from benchmarks.planner.cache import DEFAULT_CACHE, cached
+from benchmarks.planner.cache import cached, graph_parser_of
 from benchmarks.planner.chains import NETWORKS
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.time_parts import TimeParts
 from benchmarks.planner.training import capture_training
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, publish
 from cohabit.planner.graph import Graph
 from cohabit.planner.lifetimes import resident_bytes
 from cohabit.planner.memory import single_budget
@@ -144,20 +142,18 @@ def convergence(net: str, cache: Path | None) -> Iterator[Sequence[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.mixing", description=__doc__)
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/planner-mixing.md")
-    options = parser.parse_args(argv)
+    options = graph_parser_of("benchmarks.planner.mixing", __doc__).parse_args(argv)
     header = ["net, share, link", "copies / ops", *WAYS]
     header += ["overlap", "recomputation", "swapping", "checkpoints one by one"]
-    sections = ["## Swaps, recomputation, and both\n", MIXING, markdown_table(header, list(mixed(options.cache)))]
+    sections = [
+        "## Swaps, recomputation, and both\n",
+        MIXING,
+        markdown_table(header, list(mixed(options.cache)), shown=False),
+    ]
     header = ["net at 60 %, particles", "number", "first", "last", "within 10 %", "within 1 %", "iterations"]
     sections += ["## Convergence of drawn swarms (Figure 8)\n", SWARM]
     sections.append(markdown_table(header, list(convergence("resnet18", options.cache))))
-    Console().print("\n".join(sections), markup=False)
-    if options.record:
-        title = "Where mixing swaps with recomputation pays, and drawn swarms: HOME"
-        record("planner-mixing", title, "benchmarks.planner.mixing", sections)
+    publish(options, "Where mixing swaps with recomputation pays, and drawn swarms: HOME", sections)
     return 0
 
 

@@ -1,16 +1,11 @@
 """Inference graphs of the networks in the papers and of today's, lowered as the runtime lowers, without weights.
 
-    python -m benchmarks.planner.models
-
-prints them. Batch norms are folded, ReLUs and additions work in place, large layers come in slices, embedding tables
-from 1 MiB on stay on the host and their rows arrive as inputs: the rewrites are those of `runtime.lowering.rewrite`.
-Scratch
-is not known here and counts as none.
+Batch norms are folded, ReLUs and additions work in place, large layers come in slices, embedding tables from 1 MiB on
+stay on the host and their rows arrive as inputs: the rewrites are those of `runtime.lowering.rewrite`. Scratch is not
+known here and counts as none.
 """
 
-import argparse
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,11 +30,8 @@ from benchmarks.planner.capture import Captured, captured, join_weights, own_sto
 from benchmarks.planner.inception import inception_v4
 from benchmarks.planner.nasnet import NasNetA
 from benchmarks.planner.recurrent import Lstm
-from benchmarks.record import markdown_table
 from cohabit.loadgen.zoo.text import Encoder, Prefill
 from cohabit.loadgen.zoo.vision import ImageClassifier
-from cohabit.planner.lifetimes import peak_activation_bytes
-from cohabit.planner.schedule.serial import least_bytes
 from cohabit.runtime.lowering.exported import from_program
 from cohabit.runtime.lowering.model import FxModel
 from cohabit.runtime.lowering.rewrite import rewrite
@@ -135,32 +127,3 @@ def _captured(model: FxModel, batch: int, mode: FakeTensorMode) -> Captured:
     found = trace(model.graph, values, model.tables)  # type: ignore[arg-type]
     outputs = [s for s in found.results if s is not None]
     return captured(model.name, batch, join_weights(found), outputs)
-
-
-def row(name: str, batch: int, cache: Path | None) -> list[str]:
-    graph, work = inference_graph(name, batch, cache)
-    return [
-        f"{name}, batch {batch}",
-        str(len(graph.ops)),
-        str(len(graph.tensors)),
-        f"{graph.parameter_bytes / 2**20:.1f}",
-        f"{peak_activation_bytes(graph) / 2**20:.1f}",
-        f"{least_bytes(graph) / 2**20:.1f}",
-        f"{sum(w.flops for w in work) / 1e9:.1f}",
-    ]
-
-
-HEADER = ["network", "ops", "tensors", "parameters MiB", "activation peak MiB", "least budget MiB", "GFLOP"]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.models", description=__doc__)
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
-    options = parser.parse_args(argv)
-    cases = [("resnet152", b) for b in (1, 16, 32, 64)] + [(name, 1) for name in NETWORKS if name != "resnet152"]
-    print(markdown_table(HEADER, [row(name, batch, options.cache) for name, batch in cases]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,7 +5,6 @@ python -m benchmarks.planner.searchers --record
 All searchers plan one model in a single budget. `benchmarks.planner.served` is about those of serving.
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -18,10 +17,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.cache import graph_parser_of
 from benchmarks.planner.models import NETWORKS, inference_graph
 from benchmarks.planner.profiles import cpu_file, h100_pcie5, v100_pcie3
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, publish
 from cohabit.planner.errors import CohabitError
 from cohabit.planner.layout.feasible import page_aligned
 from cohabit.planner.memory import single_budget
@@ -34,6 +33,8 @@ from cohabit.planner.sizing.fitting import split_budget
 from cohabit.planner.warm import warm
 
 DEVICES = {"V100, PCIe 3": v100_pcie3, "H100, PCIe 5": h100_pcie5, "one CPU core, file": cpu_file}
+SHOWN = "V100, PCIe 3"
+"""Whose table is on the page; the others are in the data alone."""
 SHARES = (0.125, 0.25, 0.5, 0.75)
 
 
@@ -92,14 +93,12 @@ def run(case: Case, searcher: str, seconds: float, cache: Path | None) -> Outcom
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.searchers", description=__doc__)
+    parser = graph_parser_of("benchmarks.planner.searchers", __doc__)
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="time of each search, on one core (default: %(default)s)"
     )
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/planner-searchers.md")
     options = parser.parse_args(argv)
     cases = [Case(n, d, s) for n in options.networks for d in DEVICES for s in SHARES]
     searchers = [name for name in SEARCHERS if can_plan(name, cases[0].problem(options.cache))]
@@ -112,22 +111,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         futures = [pool.submit(run, *job) for job in jobs]
         results = [f.result() for f in track(futures, "searching", console=console)]
     found = {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True)}
+    about = (
+        "Inference at batch 1 in a single budget of a share of the weights, parameters and activations together,"
+        " simulated; op times are rooflines (`benchmarks/planner/profiles.py`), scratch is not known and counts as"
+        f" none. Every searcher has the same time: {options.seconds:g} s on one core, and what it finds later does"
+        " not count; `best` divides it among its members, and *found by* is the one whose plan it took."
+        " Gaps are over the lower bound; *copied* is per byte of weights."
+        " An entry is `refused` where the searcher made no plan; a plan far above the rest is the serial one, which"
+        " fits where nothing else does.\n"
+    )
     sections = [
+        about,
         _summary(cases, found),
         *_tables(cases, searchers, found),
     ]
-    print("\n".join(sections))
-    if options.record:
-        record("planner-searchers", "Every searcher on every network", "benchmarks.planner.searchers", [
-            "Inference at batch 1 in a single budget of a share of the weights, parameters and activations together,"
-            " simulated; op times are rooflines (`benchmarks/planner/profiles.py`), scratch is not known and counts as"
-            f" none. Every searcher has the same time: {options.seconds:g} s on one core, and what it finds later does"
-            " not count; `best` divides it among its members, and *found by* is the one whose plan it took."
-            " Gaps are over the lower bound; *copied* is per byte of weights."
-            " An entry is `refused` where the searcher made no plan; a plan far above the rest is the serial one, which"
-            " fits where nothing else does.\n",
-            *sections,
-        ])  # fmt: skip
+    publish(options, "Every searcher on every network", sections)
     return 0
 
 
@@ -168,7 +166,7 @@ def _tables(cases: Sequence[Case], searchers: Sequence[str], found: dict[tuple[C
                     f"{best.seconds:.1f}",
                 ]
             )
-        sections += [f"## {device}\n", markdown_table(header, rows)]
+        sections += [f"## {device}\n", markdown_table(header, rows, shown=device == SHOWN)]
     return sections
 
 

@@ -153,7 +153,7 @@ def every_case(results: Results, seeds: Sequence[int], marks: Sequence[float]) -
                 cells.append(" ".join(shown))
         rows.append([f"{case.network}, {case.device}, {case.share:.1%}", *cells])
     header = ["network, device, share", *(f"{who}, {mark:g} s" for mark in marks for who in (OURS, THEIRS))]
-    return markdown_table(header, rows)
+    return markdown_table(header, rows, shown=False)
 
 
 def refusals(results: Results, who: str) -> int:

@@ -1,9 +1,8 @@
-"""How fast the planner is, and how good: ResNet-152 at batch 1 with costs like a V100's, and as lowered for real.
+"""How fast the planner is, and how good: ResNet-152 at batch 1, as lowered, with a link like a V100's.
 
 Also HOME's Table 3: the time of the particle swarm's search and of its cost model, Algorithm 2.
 """
 
-import argparse
 import math
 import statistics
 import sys
@@ -18,10 +17,10 @@ from benchmarks.planner.cache import DEFAULT_CACHE
 from benchmarks.planner.mixing import problem_of, step_of
 from benchmarks.planner.models import NETWORKS
 from benchmarks.planner.searchers import DEVICES, Case
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, publish
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.errors import format_bytes
-from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import page_aligned
 from cohabit.planner.papers.home.cost import TOO_MUCH_S, evaluate
 from cohabit.planner.papers.home.cost import seconds as action_seconds
@@ -40,41 +39,6 @@ from cohabit.runtime.lowering.lower import lower
 SHARES = (0.125, 0.25, 0.5, 0.75)
 TRAINING_STEPS = ("resnet18", "resnet50", "inception_v4")
 """Timed for HOME's Table 3, as are the networks for inference. The paper has a ResNet and Inception-v3."""
-STAGES = ((64, 3, 56), (128, 8, 28), (256, 36, 14), (512, 3, 7))  # width, blocks, side of the output
-
-
-def convolutions() -> list[tuple[int, int, int, int]]:
-    """Input channels, output channels, kernel and output side of each, in order; the classifier comes last."""
-    layers = [(3, 64, 7, 112)]
-    channels = 64
-    for width, blocks, side in STAGES:
-        for block in range(blocks):
-            layers += [(channels, width, 1, side), (width, width, 3, side), (width, 4 * width, 1, side)]
-            if block == 0:
-                layers.append((channels, 4 * width, 1, side))
-            channels = 4 * width
-    return [*layers, (2048, 1000, 1, 1)]
-
-
-def resnet152() -> Graph:
-    layers = convolutions()
-    tensors = [
-        Tensor(f"conv{i}.weight", page_aligned(4 * (c_in * c_out * kernel**2 + c_out)), "parameter", 4096)
-        for i, (c_in, c_out, kernel, _) in enumerate(layers)
-    ]
-    tensors.append(Tensor("image", 4 * 3 * 224**2, "input"))
-    ops = []
-    for i, (_, c_out, _, side) in enumerate(layers):
-        tensors.append(Tensor(f"conv{i}.out", 4 * c_out * side**2, "activation"))
-        ops.append(Op(f"conv{i}", "conv", (i, len(tensors) - 2), (len(tensors) - 1,)))
-    return Graph("resnet152", 1, "synthetic", tuple(tensors), tuple(ops), (len(tensors) - 1,))
-
-
-def v100(graph: Graph, total_s: float = 17e-3) -> Profile:
-    flops = [c_in * c_out * kernel**2 * side**2 for c_in, c_out, kernel, side in convolutions()]
-    op_s = tuple(0.5 * total_s * (n / sum(flops) + 1 / len(flops)) for n in flops)
-    link = Link(10e-6, 12e9)
-    return Profile(graph.fingerprint, "V100-like", op_s, link, link)
 
 
 def seconds(call: Callable[[], object], repeats: int) -> tuple[float, float]:
@@ -89,12 +53,10 @@ def seconds(call: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.speed", description=__doc__)
+    parser = parser_of("benchmarks.planner.speed", __doc__)
     parser.add_argument("--repeats", type=int, default=200, help="simulations to time (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, default=Path(".demo"), help="working folder (default: %(default)s)")
     options = parser.parse_args(argv)
     console = Console(highlight=False)
-    synthetic = [_row(resnet152(), v100(resnet152()), share, options.repeats) for share in SHARES]
     graph = _lowered_graph(options.folder, console)
     lowered = [_row(graph, _flat(graph), share, options.repeats) for share in SHARES]
     first = [_first_plans(network) for network in NETWORKS]
@@ -102,30 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     swarms = [swarm_row(name, problem, options.repeats) for name, problem in home_problems().items()]
     header = ["share of the weights", "partition + workspace MiB", "latency ms", "bound ms", "gap", "period ms"]
     header += ["MiB copied", "plan s", "simulate ms", "prepared us"]
-    path = record(
-        "planner-speed",
-        "The planner: quality, and how long it takes",
-        "benchmarks.planner.speed",
-        [
-            "*Simulate* takes a plan and returns a timeline with every span; *prepared* is the same evaluation inside a"
-            " search, on arrays. *Plan* is one search. Memory is partition plus workspace.\n",
-            "## ResNet-152 with costs like a V100's\n",
-            f"{len(resnet152().ops)} ops, {format_bytes(resnet152().parameter_bytes)}; 17 ms in proportion to flops and"
-            " launches, 12 GB/s, 10 us per transfer.\n",
-            markdown_table(header, synthetic),
-            "## ResNet-152 as lowered from its export\n",
-            f"{len(graph.ops)} ops, {format_bytes(graph.parameter_bytes)}; 17 ms in equal parts, the same link.\n",
-            markdown_table(header, lowered),
-            "## The first plan\n",
-            "Seconds until `best` has a plan, over the memory and devices of `planner-searchers.md`, as served. The"
-            " first of a kind also loads compiled loops.\n",
-            markdown_table(["network", "ops", "median s", "slowest s"], first),
-            "## HOME's swarm and cost model (Table 3)\n",
-            HOME,
-            markdown_table(SWARM_HEADER, swarms),
-        ],
-    )
-    print(path.read_text())
+    sections = [
+        "*Simulate* takes a plan and returns a timeline with every span; *prepared* is the same evaluation inside a"
+        " search, on arrays. *Plan* is one search. Memory is partition plus workspace.\n",
+        "## ResNet-152 as lowered from its export\n",
+        f"{len(graph.ops)} ops, {format_bytes(graph.parameter_bytes)}; 17 ms in equal parts, 12 GB/s, 10 us per"
+        " transfer.\n",
+        markdown_table(header, lowered),
+        "## The first plan\n",
+        "Seconds until `best` has a plan, over the memory and devices of `planner-searchers.md`, as served. The"
+        " first of a kind also loads compiled loops.\n",
+        markdown_table(["network", "ops", "median s", "slowest s"], first),
+        "## HOME's swarm and cost model (Table 3)\n",
+        HOME,
+        markdown_table(SWARM_HEADER, swarms),
+    ]
+    publish(options, "The planner: quality, and how long it takes", sections)
     return 0
 
 

@@ -7,7 +7,6 @@ implementation of SwapAdvisor's genetic search, plans of `best` for the same sin
 are served, in a partition and a workspace. Every search has the same time on one core.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,10 @@ from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.cache import graph_parser_of
 from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import RESNET152_S, v100_pcie3
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, publish
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.graph import Graph
 from cohabit.planner.memory import single_budget
@@ -158,11 +157,9 @@ def _bound(problem: Problem, plan: Plan | InfeasibleBudget) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.table2", description=__doc__)
+    parser = graph_parser_of("benchmarks.planner.table2", __doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="time of each search (default: %(default)s)")
     parser.add_argument("--cells", type=int, help="only so many of the cells, for a short run")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/planner-table2.md")
     options = parser.parse_args(argv)
     cells = [(*c, False) for c in sorted({*PAPER_S, (64, 16), (96, 1)})][: options.cells]
     flat = [(*c, True) for c in FLAT_CELLS][: options.cells]
@@ -173,21 +170,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for memory, batch, is_flat in track([*cells, *flat], "planning", console=console)
     }
     shaped = markdown_table([*HEADER, *WITH_SCRATCH], [rows[c][0] for c in cells])
-    flattened = markdown_table(HEADER, [rows[c][0] for c in flat])
-    print(shaped, flattened, sep="\n")
-    if options.record:
-        record(
-            "planner-table2",
-            "ResNet-152 in little memory: SwapAdvisor's Table 2, replanned",
-            "benchmarks.planner.table2",
-            [
-                TEXT.format(seconds=options.seconds, scratch_mb=CONV_SCRATCH_MB),
-                "## Op times by the roofline\n",
-                shaped,
-                "## Flat op times\n",
-                flattened,
-            ],
-        )
+    flattened = markdown_table(HEADER, [rows[c][0] for c in flat], shown=False)
+    about = TEXT.format(seconds=options.seconds, scratch_mb=CONV_SCRATCH_MB)
+    sections = [about, "## Op times by the roofline\n", shaped, "## Flat op times\n", flattened]
+    publish(options, "ResNet-152 in little memory: SwapAdvisor's Table 2, replanned", sections)
     return 0 if all(held for _, held in rows.values()) else 1
 
 

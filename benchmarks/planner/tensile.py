@@ -10,22 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.progress import track
 from torch import nn
 
-from benchmarks.planner.cache import DEFAULT_CACHE, cached
+from benchmarks.planner.cache import cached, graph_parser_of
 from benchmarks.planner.chains import NETWORKS as CHAINS
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import Classified, Training, _labelled, capture_training, peak_bytes
-from benchmarks.record import markdown_table, parser_of, record, results_folder
+from benchmarks.record import markdown_table, publish
 from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.tensile.schedule import TensileSchedule
 from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
 
-MODULE = "benchmarks.planner.tensile"
 WIDTHS = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
 """VGG-16's convolutions by their channels, and 0 for a maximum over 2 by 2."""
 
@@ -89,26 +87,10 @@ def saving_of(name: str, batch: int, cache: Path | None) -> Saving:
     return Saving(peak_bytes(graph), lowered_bytes, profile.compute_s, provenance.period_s)
 
 
-def draw(found: Mapping[str, Sequence[Saving]], batches: Sequence[int], path: Path) -> None:
-    """A panel per metric, and in it a line per network over the batch size."""
-    figure, panels = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-    metrics = ("MSR", "memory_saving"), ("EOR", "overhead"), ("CBR", "benefit")
-    for panel, (label, metric) in zip(panels, metrics, strict=True):
-        for name, savings in found.items():
-            panel.plot(batches, [getattr(s, metric) for s in savings], "o-", label=name)
-        panel.set(xscale="log", xlabel="batch size", ylabel=label)
-        panel.set_xticks(batches, [str(b) for b in batches], minor=False)
-        panel.minorticks_off()
-    panels[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(MODULE, __doc__)
+    parser = graph_parser_of("benchmarks.planner.tensile", __doc__)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, help="sizes (default: %(default)s)")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     options = parser.parse_args(argv)
     jobs = [(name, batch) for name in options.networks for batch in options.batches]
     savings = {
@@ -121,14 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for (name, batch), s in savings.items()
     ]  # fmt: skip
     header = ["network, batch", "peak, MiB", "lowered to, MiB", "MSR", "EOR", "CBR"]
-    sections = [ABOUT, markdown_table(header, rows), "![MSR, EOR and CBR by batch size](planner-tensile.png)"]
-    Console().print("\n".join(sections), markup=False)
-    folder = results_folder() if options.record else options.folder
-    folder.mkdir(parents=True, exist_ok=True)
-    by_name = {name: [savings[name, batch] for batch in options.batches] for name in options.networks}
-    draw(by_name, options.batches, folder / "planner-tensile.png")
-    if options.record:
-        record("planner-tensile", "Memory saving by batch size: TENSILE, Figure 7", MODULE, sections)
+    publish(options, "Memory saving by batch size: TENSILE, Figure 7", [ABOUT, markdown_table(header, rows)])
     return 0
 
 

@@ -6,7 +6,6 @@ SwapAdvisor's Figures 6 and 7, and the comparison of Beaumont et al., in kind: s
 captured with AOTAutograd, weights updated in place, on a V100 behind PCIe 3.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,10 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.planner.cache import DEFAULT_CACHE
+from benchmarks.planner.cache import graph_parser_of
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, peak_bytes, training_graph
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, publish
 from cohabit.planner.errors import CohabitError
 from cohabit.planner.memory import single_budget
 from cohabit.planner.problem import Limit, Problem
@@ -100,13 +99,12 @@ def run(network: str, memory_gb: float, searcher: str, seconds: float, cache: Pa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.throughput", description=__doc__)
+    parser = graph_parser_of("benchmarks.planner.throughput", __doc__)
     parser.add_argument("--seconds", type=float, default=40.0, help="search time per plan (default: %(default)s)")
     parser.add_argument("--memory", type=float, nargs="+", default=[16.0], help="GB (default: %(default)s)")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(TRAININGS))
     parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
-    parser.add_argument("--record", action="store_true", help="write docs/results/planner-training.md")
+    parser.set_defaults(record_as="planner-training")
     options = parser.parse_args(argv)
     console = Console(stderr=True)
     warm()
@@ -128,25 +126,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         for n, m in asked
     ]
     table = markdown_table(["network, needs in memory", *SEARCHED, "paper, measured"], rows)
-    print(table)
-    if options.record:
-        record("planner-training", "Training in too little memory", "benchmarks.planner.throughput", [
-            "**Simulated, not executed**: throughput of steps run back to back relative to infinite memory, on "
-            "`v100_pcie3` (unscaled roofline), and how long the search took. The search minimises the period. "
-            "Where the paper names a network's memory, the second row has the paper's share of it: 16 GB over "
-            "what its graph takes. Weights are state: an update changes them in place, and they are swapped out "
-            "again unless they stay. The updates of SGD are part of the step; dropout and running statistics are "
-            f"not. Every searcher has the same time: {options.seconds:g} s on one core. What it finds later does "
-            "not count, although it may finish its last candidate. `best` samples its members, and the best of "
-            "them continues; in brackets, the one whose plan it took. The last column is measured: what "
-            "SwapAdvisor's section 6.2 says of its own runs on a V100 with 16 GB, of graphs that are MXNet's; in "
-            "brackets, of on-demand swapping. A share far below the others' is the serial plan, which every "
-            "searcher falls back on.\n",
-            table,
-            "\n## The graphs, beside Table 1 of SwapAdvisor\n\nThe paper's graphs are MXNet's; ours are captured by"
-            " torch. What a graph takes is the sum of its weights and the most of its activations.\n",
-            statistics(options.networks, needs, options.cache),
-        ])  # fmt: skip
+    about = (
+        "**Simulated, not executed**: throughput of steps run back to back relative to infinite memory, on "
+        "`v100_pcie3` (unscaled roofline), and how long the search took. The search minimises the period. "
+        "Where the paper names a network's memory, the second row has the paper's share of it: 16 GB over "
+        "what its graph takes. Weights are state: an update changes them in place, and they are swapped out "
+        "again unless they stay. The updates of SGD are part of the step; dropout and running statistics are "
+        f"not. Every searcher has the same time: {options.seconds:g} s on one core. What it finds later does "
+        "not count, although it may finish its last candidate. `best` samples its members, and the best of "
+        "them continues; in brackets, the one whose plan it took. The last column is measured: what "
+        "SwapAdvisor's section 6.2 says of its own runs on a V100 with 16 GB, of graphs that are MXNet's; in "
+        "brackets, of on-demand swapping. A share far below the others' is the serial plan, which every "
+        "searcher falls back on.\n"
+    )
+    graphs = (
+        "## The graphs, beside Table 1 of SwapAdvisor\n\nThe paper's graphs are MXNet's; ours are captured by"
+        " torch. What a graph takes is the sum of its weights and the most of its activations.\n"
+    )
+    sections = [about, table, graphs, statistics(options.networks, needs, options.cache)]
+    publish(options, "Training in too little memory", sections)
     return 0
 
 

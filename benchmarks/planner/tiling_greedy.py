@@ -5,7 +5,6 @@
 Each dimension is drawn, as in the thesis. No array is read twice, so that the pattern of Figure 3.3 cannot occur.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.record import markdown_table, record
+from benchmarks.record import markdown_table, parser_of, publish
 from cohabit.planner.tiling.arrays import newarray
 from cohabit.planner.tiling.graph import TilingGraph
 from cohabit.planner.tiling.search import plan_tiling
@@ -99,8 +98,8 @@ def row(kind: Kind) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.tiling_greedy", description=__doc__)
-    parser.add_argument("--record", action="store_true", help="write docs/results/tiling-greedy.md")
+    parser = parser_of("benchmarks.planner.tiling_greedy", __doc__, has_folder=False)
+    parser.set_defaults(record_as="tiling-greedy")
     options = parser.parse_args(argv)
     rows = [row(kind) for kind in track(KINDS, "planning", console=Console(stderr=True))]
     header = [
@@ -109,11 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "greedy's bytes, over exact's",
         "recursive as good as exact",
     ]
-    sections = [ABOUT, markdown_table(header, rows)]
-    print(*sections, sep="\n")
-    if options.record:
-        title = "Where greedy tiling misses the best: Spartan, Figure 3.2"
-        record("tiling-greedy", title, "benchmarks.planner.tiling_greedy", sections)
+    title = "Where greedy tiling misses the best: Spartan, Figure 3.2"
+    publish(options, title, [ABOUT, markdown_table(header, rows)])
     return 0
 
 

@@ -1,14 +1,10 @@
 """Training graphs: forward, backward and update of one step, as autograd orders them.
 
-    python -m benchmarks.planner.training
-
-prints them. The networks are SwapAdvisor's (section 6.1). The joint graph of forward and backward is functional, so
+The networks are SwapAdvisor's (section 6.1). The joint graph of forward and backward is functional, so
 every activation is written once; a weight is state that its update (SGD: one op per weight) changes in place as soon
 as its gradient is there and nothing reads it any more. Batch norms use the batch's statistics and keep no others.
 """
 
-import argparse
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +22,8 @@ from benchmarks.planner.inception import inception_v4
 from benchmarks.planner.models import resnet
 from benchmarks.planner.nasnet import NasNetA
 from benchmarks.planner.recurrent import BidirectionalLstm, Lstm
-from benchmarks.record import markdown_table
 from cohabit.planner.graph import Graph, TensorKind
 from cohabit.planner.lifetimes import peak_activation_bytes
-from cohabit.planner.schedule.serial import least_bytes
 
 
 class Training(NamedTuple):
@@ -160,22 +154,6 @@ def _forget_statistics(module: nn.Module) -> None:
             part.running_mean = part.running_var = part.num_batches_tracked = None
 
 
-def row(name: str, cache: Path | None) -> list[str]:
-    graph, work = training_graph(name, cache=cache)
-    states = [t for t in graph.tensors if t.kind == "state"]
-    return [
-        f"{name}, batch {graph.batch}",
-        str(len(graph.ops)),
-        str(len(graph.tensors)),
-        str(len({t.nbytes for t in graph.tensors})),
-        f"{sum(t.nbytes for t in states) / 2**30:.2f}",
-        f"{peak_bytes(graph) / 2**30:.1f}",
-        f"{sum(t.nbytes for t in graph.tensors) / 2**30:.1f}",
-        f"{least_bytes(graph) / 2**30:.2f}",
-        f"{sum(w.flops for w in work) / 1e12:.1f}",
-    ]
-
-
 def peak_bytes(graph: Graph) -> int:
     """Memory in which nothing ever moves: all weights stay, activations live from their op to their last reader."""
     states = {i for i, t in enumerate(graph.tensors) if t.kind == "state"}
@@ -184,28 +162,3 @@ def peak_bytes(graph: Graph) -> int:
     ]
     resident = sum(graph.tensors[i].nbytes for i in states)
     return resident + peak_activation_bytes(msgspec.structs.replace(graph, tensors=tuple(as_parameters)))
-
-
-HEADER = [
-    "network",
-    "ops",
-    "tensors",
-    "sizes",
-    "weights GiB",
-    "peak GiB",
-    "all tensors GiB",
-    "least budget GiB",
-    "TFLOP",
-]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.training", description=__doc__)
-    parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
-    options = parser.parse_args(argv)
-    print(markdown_table(HEADER, [row(name, options.cache) for name in TRAININGS]))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -107,8 +107,9 @@ class Genetic(Searcher[ServedChromosome]):
 
     @cached_property
     def evaluations(self) -> int:
-        variants, early = len(list(self._variants(0, ()))), len(SMALL) * len(LEADS)
-        first = len(self._starts) + len(self._starts) // 4 + WIDENED * variants + self._rounds * (CHAINS + early)
+        variants = len(self._from_neighbours) or WIDENED * len(list(self._variants(0, ())))
+        early = len(SMALL) * len(LEADS)
+        first = len(self._starts) + len(self._starts) // 4 + variants + self._rounds * (CHAINS + early)
         return first + GENERATIONS * (POPULATION + early)
 
     @property

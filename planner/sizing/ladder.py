@@ -40,11 +40,19 @@ def climb(
     library: Library,
     searcher: str = "best",
     pause: Callable[[], None] = lambda: None,
-) -> Curve:
-    """Search every rung that the library lacks, store the plans, and return the ladder. Raises InfeasibleBudget."""
+    most_searches: int | None = None,
+) -> Curve | None:
+    """Search every rung that the library lacks, store the plans, and return the ladder. Raises InfeasibleBudget.
+
+    With `most_searches`, stops after this number of rungs and returns None if others are left.
+    """
     points: list[Point] = []
     below: list[Plans] = []
     for memory in rungs(model, workspace_bytes):
+        if most_searches is not None and library.plans(model, memory, searcher) is None:
+            if not most_searches:
+                return None
+            most_searches -= 1
         plans = plan_model(model, memory, library, searcher, neighbours=below, pause=pause)
         provenance = plans[min(plans)].provenance
         assert provenance is not None

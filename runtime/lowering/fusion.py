@@ -231,9 +231,16 @@ class OneDnnKernels:
     shapes need several layouts runs as a linear layer, which has one layout for all shapes.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], symbols: Sequence[Mapping[str, int]]) -> None:
-        """`symbols` has the values of the dynamic sizes in each planned shape. Weights are packed for these shapes."""
+    def __init__(
+        self, weights: Mapping[str, torch.Tensor], symbols: Sequence[Mapping[str, int]], *, measures: bool
+    ) -> None:
+        """`symbols` has the values of the dynamic sizes in each planned shape. Weights are packed for these shapes.
+
+        `measures` says whether the fastest form and layout of a weight is measured. Otherwise, both follow from the
+        shapes.
+        """
         self._symbols = symbols
+        self._measures = measures
         self._identities: dict[str, tuple[Any, ...]] = {
             name: (plain.data_ptr(), plain.shape, plain.stride(), plain.dtype)
             for name, plain in weights.items()
@@ -292,7 +299,7 @@ class OneDnnKernels:
         weight, activation = model.weight_of(found.layer.args[1]), found.activation
         assert weight is not None
         packs = min(rows) * weight.numel() >= LEAST_MULTIPLICATIONS
-        if weight.dtype is not torch.float32 or not weight.numel():
+        if not self._measures or weight.dtype is not torch.float32 or not weight.numel():
             return "packed" if packs else "plain"
         return fastest(
             weight.shape[1],
@@ -314,7 +321,10 @@ class OneDnnKernels:
             sizes = [(b, c, 1, length) for b, c, length in sizes]
 
         def pack(weight: torch.Tensor) -> torch.Tensor:
-            return packing.pack_convolution(weight.unsqueeze(2) if weight.dim() == 3 else weight, window, sizes)
+            image = weight.unsqueeze(2) if weight.dim() == 3 else weight
+            if self._measures:
+                return packing.pack_convolution(image, window, sizes)
+            return packing.convolution_layouts(image, window, sizes)[0]
 
         weight = self._packed_once(model, layer, str(window), pack)
         rest = (weight, _bias(layer), *window)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 import torch
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cohabit.runtime")
 MOST_BUCKETS = 64
 """Maximum number of buckets of a model: each has a plan, and programs in memory."""
+_INT8_BATCH: Final = 8
+"""Batch for which weights in int8 are packed, whatever batches are planned."""
 _CHECKED_BATCHES = 2
 """Number of batch sizes that are traced at several shapes per bucket. Two suffice: torch specialises only batch 1."""
 _LOWERING = "24"
@@ -279,7 +281,7 @@ def _rewritten(
     model = from_program(name, program, guards)
     model.folder = entry.folder
     buckets = _buckets(model, entry.batches, entry.shape_buckets)
-    shapes = [_symbols(model, bucket) for bucket in _without_ones(buckets)]
+    shapes = [_symbols(model, bucket) for bucket in _packed_for(model, entry.options, buckets)]
     if model.max_batch is not None:
         model.mixing = find_mixing(model, _followed_sizes(model, buckets))
     applied = rewrite(model, entry.options, shapes, left_out)
@@ -504,6 +506,17 @@ def _symbols(model: FxModel, bucket: Bucket) -> dict[str, int]:
     """Return the value of every symbol in a bucket's largest shape."""
     batch = {} if model.batch_symbol is None else {model.batch_symbol: bucket.batch}
     return batch | model.dynamic.symbols(bucket.sizes)
+
+
+def _packed_for(model: FxModel, options: Options, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    """Return the buckets for which weights are packed.
+
+    In int8, blocks of a packed weight share a scale, so its rounding depends on its layout. There, one bucket that
+    follows from the archive is used, so that answers do not depend on the planned batch sizes.
+    """
+    if options.weights == "int8" and model.max_batch is not None:
+        return [Bucket(min(model.max_batch, _INT8_BATCH), max(b.sizes for b in buckets))]
+    return _without_ones(buckets)
 
 
 def _without_ones(buckets: Sequence[Bucket]) -> Sequence[Bucket]:

@@ -104,7 +104,7 @@ def _steps(
     yield apply_options, options
     if options.packed:
         yield (pack_lstms,)
-        yield fuse, OneDnnKernels(model.weights, symbols)
+        yield fuse, OneDnnKernels(model.weights, symbols, measures=options.weights != "int8")
     elif options.fused:
         yield fuse, CudnnKernels()
     yield from ((split_directions,), (work_in_place,), (write_parts,), (drop_unused,))

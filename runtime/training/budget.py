@@ -16,7 +16,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, reduce
+from operator import or_
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -51,7 +52,6 @@ from cohabit.runtime.training.owners import (
     unseen_module,
 )
 from cohabit.runtime.training.process_limit import ProcessLimit
-from cohabit.runtime.training.recomputing import recomputation_of
 from cohabit.runtime.training.record import Record
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
@@ -76,6 +76,8 @@ _UNKNOWN_SCRATCH = 2
 _TOTAL = " total"
 _UPDATED = 5
 """Bytes that an optimizer's step on the largest parameter takes, over those of the parameter: state and temporaries."""
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+_BELOW_MODES = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Python)
 _PART = 4
 """Calls on lists of tensors are split into parts of at most 1/4 of the budget. Lookaheads stop once they need more."""
 
@@ -127,6 +129,7 @@ class _Running:
     used: Sequence[Tracked]
     reserved_bytes: int
     """Expected bytes of its results and scratch."""
+    thread: int
     before_bytes: int | None = None
     """Resident memory of the process when it began; None if its scratch is not measured."""
     growing: Sequence[torch.Tensor] = ()
@@ -242,11 +245,6 @@ class Budget:
     def moved_bytes(self) -> int:
         """Bytes copied out and in so far."""
         return self._residency.moved_bytes + self._saved.moved_bytes + sum(s.moved_bytes for s in self._states)
-
-    @property
-    def recomputed_bytes(self) -> int:
-        """Bytes of tensors that were dropped and computed again so far, instead of being copied out and in."""
-        return self._residency.recomputed_bytes
 
     @property
     def waits(self) -> int:
@@ -626,22 +624,30 @@ class Budget:
             running = self._begin(history, op, schema, args, kwargs)
         if running is None:
             return op(*args, **kwargs)
-        start_s = time.perf_counter()
         try:
-            result = op(*args, **kwargs)
+            result = op(*args, **kwargs) if schema.is_trusted else self._run_seeing(history, op, args, kwargs)
         except BaseException:
             with self._lock:
                 self._end(running)
             raise
-        seconds = time.perf_counter() - start_s
         with self._lock:
             try:
                 if self._is_active:
                     self._complete(running, result)
-                    self._note_recomputations(running, op, args, kwargs, result, seconds)
             finally:
                 self._end(running)
         return result
+
+    def _run_seeing(
+        self, history: History, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run another library's op: the ops that it calls are seen, since it may read tensors of its closure."""
+        given = (value for argument in (*args, *kwargs.values()) for value in _flat(argument))
+        keys = reduce(or_, (torch._C._dispatch_keys(v) for v in given if isinstance(v, torch.Tensor)), _NO_KEYS)
+        if keys == _NO_KEYS:
+            return op(*args, **kwargs)
+        with _Mode(self, history):
+            return op.redispatch(keys & _BELOW_MODES, *args, **kwargs)
 
     def _begin(
         self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -663,27 +669,19 @@ class Budget:
             is_measured = known is None
             scratch = _UNKNOWN_SCRATCH * op_bytes if known is None else known
             self._require(schema, op_bytes + scratch, "up to " if is_measured else "")
-        running = _Running(history, number, schema, list(used), expected + scratch)
+        running = _Running(history, number, schema, list(used), expected + scratch, threading.get_ident())
         if schema.may_grow:
             written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in schema.written]
             tensors = [tensor for value in written for tensor in (value if isinstance(value, list) else [value])]
             running.growing = [t for t in tensors if t.layout is torch.strided and t.nbytes < LEAST_BYTES]
 
         # It waits while ops of other threads leave too little room, holding nothing that they may need.
-        while self._running and self._needed_bytes() + running.needed_bytes > residency.limit_bytes:
+        while self._needed_by_others() and self._needed_bytes() + running.needed_bytes > residency.limit_bytes:
             self._changed.wait()
         if not self._is_active:
             return None
 
-        # First what is computed again, one after the other, while nothing is in use: each needs room for its inputs.
         residency.enter_stream()
-        for tracked, is_written in used.items():
-            if is_written:
-                residency.compute_dependents(tracked)
-            if tracked.is_dropped:
-                residency.bring_in(tracked)
-                tracked.recomputation = None  # or it might make room for the op's next argument
-
         self._running.append(running)
         for tracked, is_written in used.items():
             tracked.uses += 1
@@ -709,6 +707,10 @@ class Budget:
     def _needed_bytes(self) -> int:
         return sum(running.needed_bytes for running in self._running)
 
+    def _needed_by_others(self) -> bool:
+        thread = threading.get_ident()
+        return any(running.thread != thread for running in self._running)
+
     def _complete(self, running: _Running, result: Any) -> None:
         """Track an op's results, and plan ahead."""
         residency, schema = self._residency, running.schema
@@ -729,23 +731,6 @@ class Budget:
         if not residency.make_room(0):
             self._require(schema, used_by(running.used) + used_by(running.made))
         self._record_op(running.history, running.number, running.used, running.made)
-
-    def _note_recomputations(
-        self,
-        running: _Running,
-        op: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        seconds: float,
-    ) -> None:
-        """Note how to make an op's results again."""
-        residency = self._residency
-        if not residency.noting.includes_op() or running.schema.written:
-            return
-        for tracked in running.made:
-            if residency.pays_to_recompute(tracked, seconds):
-                tracked.recomputation = recomputation_of(tracked, op, args, kwargs, result, residency.find, seconds)
 
     def _end(self, running: _Running) -> None:
         self._residency.reserved_bytes -= running.reserved_bytes
@@ -809,6 +794,10 @@ class Budget:
                 tensors: Sequence[Any] = (value,)
             elif isinstance(value, list | tuple):
                 tensors = value
+            elif isinstance(value, torch.UntypedStorage):
+                if (tracked := self._residency.find(value)) is not None:
+                    used[tracked] = True
+                continue
             else:
                 if isinstance(value, int | torch.dtype):
                     sizes.append(value)
@@ -819,10 +808,7 @@ class Budget:
                     if isinstance(tensor, int):
                         sizes.append(tensor)
                     continue
-                try:
-                    sizes.append(tensor.shape)
-                except RuntimeError as error:
-                    raise UnsupportedModel(f"{schema.name}: a budget takes no nested tensors ({error})") from None
+                sizes.append(None if tensor.is_nested else tensor.shape)
                 sizes.append(tensor.dtype)
                 for storage in storages_of(tensor):
                     if (tracked := self._residency.find(storage)) is not None:
@@ -946,6 +932,10 @@ def _residency(device: torch.device, store: Literal["ram", "file"], folder: Path
     if store == "ram":
         return Residency(device, PinnedSpill(), CopyStreams(device))
     return Residency(device, FileSpill(folder), DeviceCopyThread(device))
+
+
+def _flat(argument: Any) -> Sequence[Any]:
+    return argument if isinstance(argument, list | tuple) else (argument,)
 
 
 @cache

@@ -1,12 +1,18 @@
 """Tells when a loop's step ends: when every optimizer has made one. Measures the first."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
 from cohabit.runtime.training.residency import Residency
+
+_log = logging.getLogger("cohabit.training")
+
+_PATIENCE: Final = 16
+"""Steps of other optimizers for which an optimizer without a step is waited for."""
 
 
 class Stepping(Protocol):
@@ -17,7 +23,7 @@ class Stepping(Protocol):
     def update_ends(self, optimizer: torch.optim.Optimizer) -> None: ...
 
     def step_ends(self, whole_bytes: int | None) -> None:
-        """All optimizers have made a step; `whole_bytes` is the peak of the first."""
+        """All optimizers have made a step, or wait; `whole_bytes` is the peak of the first."""
         ...
 
 
@@ -37,6 +43,8 @@ class FirstStep:
     ) -> None:
         self._optimizers, self._residency, self._lock, self._told = optimizers, residency, lock, told
         self._left = set(map(id, optimizers))
+        self._repeated = 0
+        """Steps of optimizers that have made one already, while others wait."""
         self._last: int | None = None
         """Id of the optimizer whose step ends the loop's."""
         self._before: dict[int, int] = {}
@@ -73,15 +81,27 @@ class FirstStep:
         residency = self._residency
         with self._lock:
             self._told.update_ends(optimizer)
+            if not self._left:
+                if id(optimizer) == self._last:
+                    self._told.step_ends(None)
+                return
+            residency.collect_dead()
+            self._updating_bytes = max(self._updating_bytes, residency.peak_bytes)
             if id(optimizer) in self._left:
                 self._left.discard(id(optimizer))
-                residency.collect_dead()
-                self._updating_bytes = max(self._updating_bytes, residency.peak_bytes)
                 self._state_bytes += max(residency.used_bytes - self._before[id(optimizer)], 0)
-                if not self._left:
-                    self._last = id(optimizer)
-                    whole_bytes = max(self._peak_bytes + self._state_bytes, self._updating_bytes)
-                    residency.peak_bytes = max(self._peak_bytes, self._updating_bytes)
-                    self._told.step_ends(whole_bytes)
-            elif id(optimizer) == self._last:
-                self._told.step_ends(None)
+            else:
+                self._repeated += 1
+            if self._left and self._repeated >= _PATIENCE:
+                waiting = [type(o).__name__ for o in self._optimizers if id(o) in self._left]
+                _log.warning(
+                    "the budget begins without a step of %s, which has made none in %d steps of the others",
+                    ", ".join(waiting),
+                    self._repeated,
+                )
+                self._left.clear()
+            if not self._left:
+                self._last = id(optimizer)
+                whole_bytes = max(self._peak_bytes + self._state_bytes, self._updating_bytes)
+                residency.peak_bytes = max(self._peak_bytes, self._updating_bytes)
+                self._told.step_ends(whole_bytes)

@@ -1,23 +1,23 @@
 """Reads that bypass the dispatcher: numpy views, pointers, pickling, storages' methods, other threads.
 
 A dispatch mode does not see them, and reading an evicted storage would dereference a null pointer. So torch's methods
-that expose a tensor's bytes are replaced while a budget is active: each swaps the bytes in first, and pins them as long
-as they may be read.
+that expose a tensor's bytes are replaced while ops are seen: each swaps the bytes in first, and pins them as long as
+they may be read.
 """
 
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Final
 
 import torch
-from torch._C import StorageBase
 
 from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.training.owners import storages_of
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.tracked import Tracked
 
@@ -42,69 +42,87 @@ _STORAGE_TAKEN: Final = (
 _STORAGE_SIZE: Final = ("__len__", "nbytes", "size")
 
 
-class _ArrayRef(weakref.ref[Any]):
+class _ReaderRef(weakref.ref[Any]):
     """A weak reference with a C callback; see `StorageRef`."""
 
     __slots__ = ("tracked",)
     tracked: Tracked
 
 
+class _Reader:
+    """Lives as long as bytes are read whose pointers were taken."""
+
+
 class Pins:
-    """Counts readers of storages that bypass ops. The caller holds a lock around every call."""
+    """Storages that are read without ops, and for how long. The caller holds a lock around every call."""
 
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
-        self._arrays: dict[int, _ArrayRef] = {}
+        self._readers: dict[int, _ReaderRef] = {}
         """By id of the reference: a reference hashes as its array, and arrays are unhashable."""
-        self._gone: deque[_ArrayRef] = deque()
-        self._counts: dict[Tracked, int] = {}
-        self._temporary: list[Tracked] = []
-        self._saving = 0
-        """Depth of nested calls that save: their pins end when the outermost one returns."""
+        self._gone: deque[_ReaderRef] = deque()
+        self._counts: Counter[Tracked] = Counter()
+        self._saved: list[list[Tracked]] = []
+        """Per call under way that saves: what it has taken pointers of."""
 
-    def until_gone(self, tracked: Tracked, array: Any) -> None:
-        ref = _ArrayRef(array, self._gone.append)
-        ref.tracked = tracked
-        self._arrays[id(ref)] = ref
-        self.add(tracked)
-
-    def collect(self) -> None:
-        """Remove the pins of dead arrays."""
-        while self._gone:
-            ref = self._gone.popleft()
-            del self._arrays[id(ref)]
-            self.remove(ref.tracked)
-
-    @property
-    def is_saving(self) -> bool:
-        return self._saving > 0
-
-    def take(self, tracked: Tracked) -> None:
-        self.add(tracked)
-        if self._saving:
-            self._temporary.append(tracked)
-
-    def add(self, tracked: Tracked) -> None:
-        self._counts[tracked] = self._counts.get(tracked, 0) + 1
-        self._residency.pin(tracked)
-
-    def remove(self, tracked: Tracked) -> None:
-        self._counts[tracked] -= 1
-        if not self._counts[tracked]:
-            del self._counts[tracked]
-            self._residency.unpin(tracked)
+    def find(self, *values: Any) -> list[Tracked]:
+        storages = [s for v in values if isinstance(v, torch.Tensor) for s in storages_of(v)]
+        storages += [v for v in values if isinstance(v, torch.UntypedStorage)]
+        return [tracked for s in storages if (tracked := self._residency.find(s)) is not None]
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        self._saving += 1
+    def held(self, trackeds: list[Tracked]) -> Iterator[None]:
+        try:
+            for tracked in trackeds:
+                self._add(tracked)
+            yield
+        finally:
+            for tracked in trackeds:
+                self._remove(tracked)
+
+    def until_gone(self, tracked: Tracked, reader: Any) -> None:
+        ref = _ReaderRef(reader, self._gone.append)
+        ref.tracked = tracked
+        self._readers[id(ref)] = ref
+        self._add(tracked)
+
+    def collect(self) -> None:
+        """Remove the pins of readers that are gone."""
+        while self._gone:
+            ref = self._gone.popleft()
+            del self._readers[id(ref)]
+            self._remove(ref.tracked)
+
+    def take(self, tracked: Tracked) -> None:
+        """Pin until the outermost call under way that saves has ended; otherwise for ever."""
+        self._add(tracked)
+        if self._saved:
+            self._saved[0].append(tracked)
+
+    @contextmanager
+    def saving(self, reader: Any) -> Iterator[None]:
+        """Pin what is taken inside the block until `reader` is gone."""
+        self._saved.append([])
         try:
             yield
         finally:
-            self._saving -= 1
-            if not self._saving:
-                for tracked in self._temporary:
-                    self.remove(tracked)
-                self._temporary.clear()
+            for tracked in self._saved.pop():
+                self.until_gone(tracked, reader)
+                self._remove(tracked)
+
+    @property
+    def is_saving(self) -> bool:
+        return bool(self._saved)
+
+    def _add(self, tracked: Tracked) -> None:
+        self._residency.pin(tracked)
+        self._counts[tracked] += 1
+
+    def _remove(self, tracked: Tracked) -> None:
+        self._counts[tracked] -= 1
+        if self._counts[tracked] <= 0:
+            del self._counts[tracked]
+            self._residency.unpin(tracked)
 
 
 @contextmanager
@@ -112,118 +130,67 @@ def watching(residency: Residency, lock: AbstractContextManager[Any]) -> Iterato
     """Inside the block, replace methods that expose a tensor's bytes."""
     pins = Pins(residency)
 
-    # Lookup of the arguments' tracked storages
+    def viewed(real: Any, *args: Any, **kwargs: Any) -> Any:
+        found = pins.find(args[0])
+        with pins.held(found):
+            array = real(*args, **kwargs)
+            for tracked in found:
+                pins.until_gone(tracked, array)
+        return array
 
-    def storage_of(value: Any) -> Any:
-        if isinstance(value, torch.UntypedStorage):
-            return value
-        if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-            try:
-                return value.untyped_storage()
-            except (NotImplementedError, RuntimeError):
-                return None  # a wrapper subclass without storage
-        return None
-
-    def found(*values: Any) -> list[Tracked]:
-        storages = [storage_of(value) for value in values]
-        trackeds = [residency.find(storage) for storage in storages if storage is not None]
-        return [tracked for tracked in trackeds if tracked is not None]
-
-    # Wrappers, by how long the bytes must stay: with an array, during the call, or until the budget's end
-
-    def viewed(real: Any) -> Any:
-        @wraps(real)
-        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            with lock:
-                for tracked in found(tensor):
-                    pins.add(tracked)
-                    try:
-                        array = real(tensor, *args, **kwargs)
-                        pins.until_gone(tracked, array)
-                    finally:
-                        pins.remove(tracked)
-                    return array
-            return real(tensor, *args, **kwargs)
-
-        return method
-
-    def read(real: Any) -> Any:
-        @wraps(real)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            with lock, ExitStack() as stack:
-                for tracked in found(*args[:3]):
-                    pins.add(tracked)
-                    stack.callback(pins.remove, tracked)
-                return real(*args, **kwargs)
-
-        return method
-
-    def taken(real: Any) -> Any:
-        @wraps(real)
-        def method(value: Any, *args: Any, **kwargs: Any) -> Any:
-            with lock:
-                for tracked in found(value):
-                    pins.take(tracked)
-                return real(value, *args, **kwargs)
-
-        return method
-
-    def pickled(real: Any) -> Any:
-        """`torch.save` reads storages at its end, so they are pinned. Other picklers read each storage at once."""
-
-        @wraps(real)
-        def method(value: Any, *args: Any, **kwargs: Any) -> Any:
-            with lock:
-                for tracked in found(value) if pins.is_saving else ():
-                    pins.take(tracked)
-                return real(value, *args, **kwargs)
-
-        return method
-
-    # Wrappers that pin nothing: sizes of evicted storages, calls that save, and what is refused
-
-    def sized(real: Any) -> Any:
-        @wraps(real)
-        def method(storage: Any) -> Any:
-            tracked = residency.find(storage)
-            return real(storage) if tracked is None else tracked.nbytes
-
-        return method
-
-    def saving(real: Any) -> Any:
-        @wraps(real)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            with lock, pins.saving():
-                return real(*args, **kwargs)
-
-        return function
-
-    def refused(real: Any) -> Any:
-        @wraps(real)
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if residency.device.type == "cuda":
-                raise UnsupportedModel(
-                    "budget: a CUDA graph reads memory at fixed addresses, where evicted tensors are not; run the loop"
-                    " without graphs, or without the budget"
-                )
+    def read(real: Any, *args: Any, **kwargs: Any) -> Any:
+        with pins.held(pins.find(*args[:3])):
             return real(*args, **kwargs)
 
+    def taken(real: Any, *args: Any, **kwargs: Any) -> Any:
+        found = pins.find(args[0])
+        for tracked in found:
+            pins.take(tracked)
+        result = real(*args, **kwargs)
+        for tracked in found:
+            residency.resized(tracked)
+        return result
+
+    def pickled(real: Any, *args: Any, **kwargs: Any) -> Any:
+        """`torch.save` reads storages at its end. Other picklers read each storage at once."""
+        if pins.is_saving:
+            return taken(real, *args, **kwargs)
+        return real(*args, **kwargs)
+
+    def sized(real: Any, storage: Any) -> Any:
+        tracked = residency.find(storage)
+        return real(storage) if tracked is None else tracked.nbytes
+
+    def saving(real: Any, *args: Any, **kwargs: Any) -> Any:
+        with pins.saving(_Reader()):
+            return real(*args, **kwargs)
+
+    def pointing(real: Any, tensors: Any, buffer: list[Any]) -> Any:
+        """safetensors reads by these pointers as long as the buffer lives."""
+        buffer.append(_Reader())
+        with pins.saving(buffer[-1]):
+            return real(tensors, buffer)
+
+    def refused(real: Any, *args: Any, **kwargs: Any) -> Any:
+        if residency.device.type == "cuda":
+            raise UnsupportedModel(
+                "budget: a CUDA graph reads memory at fixed addresses, where evicted tensors are not; run the loop"
+                " without graphs, or without the budget"
+            )
+        return real(*args, **kwargs)
+
+    def under_lock(call: Callable[..., Any], real: Any) -> Any:
+        @wraps(real)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                return call(real, *args, **kwargs)
+
         return method
 
-    def arithmetic(real: Any) -> Any:
-        """It changes what ops compute: what was dropped is computed again before."""
-
-        @wraps(real)
-        def function(*args: Any, **kwargs: Any) -> Any:
-            with lock:
-                residency.forget_recomputations()
-                return real(*args, **kwargs)
-
-        return function
-
-    # The stack restores all originals, also if a replacement fails.
+    # The stack restores all originals, also if a replacement fails. What torch and safetensors call is replaced, not
+    # what users import.
     with ExitStack() as stack:
-        for owner, names, wrap in (
+        for owner, names, call in (
             (torch.Tensor, _VIEWED, viewed),
             (torch.Tensor, _READ, read),
             (torch.Tensor, _TAKEN, taken),
@@ -231,16 +198,15 @@ def watching(residency: Residency, lock: AbstractContextManager[Any]) -> Iterato
             (torch.UntypedStorage, _STORAGE_READ, read),
             (torch.UntypedStorage, _STORAGE_TAKEN, taken),
             (torch.UntypedStorage, _STORAGE_SIZE, sized),
-            (torch, ("save",), saving),
+            (torch.serialization, ("_save", "_legacy_save"), saving),
             (torch, ("tensor_split",), read),
             (torch.utils.dlpack, ("to_dlpack",), taken),
-            (torch, ("set_flush_denormal",), arithmetic),
-            (sys.modules.get("safetensors.torch"), ("save", "save_file", "save_model"), saving),
+            (sys.modules.get("safetensors.torch"), ("_flatten_as_ptr",), pointing),
             (torch.cuda.CUDAGraph, ("capture_begin", "replay"), refused),
         ):
             for name in names:
                 if hasattr(owner, name):
-                    stack.enter_context(_replaced(owner, name, wrap))
+                    stack.enter_context(_replaced(owner, name, partial(under_lock, call)))
         yield pins
 
 
@@ -276,8 +242,3 @@ def _replaced(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[Non
             setattr(owner, name, before)
         else:
             delattr(owner, name)
-
-
-assert issubclass(torch.UntypedStorage, StorageBase), (
-    "the residency uses its base's methods, which stay as they are"
-)

@@ -14,7 +14,6 @@ import torch
 
 from cohabit.runtime.training.copies.copying import Copier
 from cohabit.runtime.training.copies.spill import SpillStore
-from cohabit.runtime.training.recomputing import Noting
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     NEVER,
@@ -48,9 +47,6 @@ class Residency:
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
         """Bytes copied in and out so far."""
-        self.recomputed_bytes = 0
-        """Bytes computed again so far."""
-        self.noting = Noting()
         self.device = device
         self.spill = spill
         self.copier = copier
@@ -113,8 +109,6 @@ class Residency:
             if self._tracked.get(tracked.key) is tracked:
                 del self._tracked[tracked.key]
             self._release_slot(tracked)
-            self._release_inputs(tracked)
-            tracked.recomputation = None  # it refers to its inputs, and these to theirs
         freed_bytes = before - self.used_bytes
         while self._copies and self._copies[0].end.is_set():
             self._complete(self._copies.popleft())
@@ -135,14 +129,8 @@ class Residency:
 
     def changed(self, tracked: Tracked) -> None:
         """Mark the bytes in memory as newer than the slot's. May be called just before they are written."""
-        self.compute_dependents(tracked)
+        tracked.writes += 1
         tracked.is_clean = False
-
-    def compute_dependents(self, tracked: Tracked) -> None:
-        """Recompute the dropped storages that depend on these bytes. Called before the bytes are written."""
-        tracked.writes += 1  # from now on, results of the old bytes are not dropped
-        while live := [dependent for dependent in tracked.dependents if dependent.storage is not None]:
-            self.bring_in(live[0])
 
     def resized(self, tracked: Tracked) -> None:
         """Update the counts for a storage that an op has resized."""
@@ -150,7 +138,6 @@ class Residency:
         if storage is not None and not tracked.is_out and (now := storage_nbytes(storage)) != tracked.nbytes:
             self._wait(tracked)
             self._release_slot(tracked)
-            tracked.recomputation = None
             self._allocated(now - tracked.nbytes)
             self.alive_bytes += now - tracked.nbytes
             tracked.nbytes = now
@@ -192,9 +179,6 @@ class Residency:
         storage = tracked.storage
         if not tracked.is_out or storage is None:
             return
-        if tracked.is_dropped:
-            self._compute_again(tracked, storage)
-            return
         tracked.uses += 1  # it must not be evicted to make room for itself
         try:
             self.take_room(tracked.nbytes)
@@ -230,16 +214,7 @@ class Residency:
                 continue
             if chosen is None:
                 return False
-            if chosen.is_clean:
-                self._evict(chosen)
-                continue
-            # The op waits for a copy. What costs less to compute again is dropped instead, at once.
-            self.noting.op_waits()
-            dropped = self._choose_dropped(chosen)
-            if dropped is None:
-                self._evict(chosen)
-            else:
-                self._drop(dropped)
+            self._evict(chosen)
         return True
 
     def give_size(self, tracked: Tracked) -> None:
@@ -265,15 +240,12 @@ class Residency:
         self.collect_dead()
         for tracked in self._tracked.values():
             self._release_slot(tracked)
-            tracked.recomputation = None
             tracked.is_counted = False
         self._tracked.clear()
         self._evictable.clear()
         self.used_bytes = self.alive_bytes = 0
 
-    def _choose(
-        self, after_s: float = -math.inf, *, idle: bool = False, is_wanted: Callable[[Tracked], bool] | None = None
-    ) -> Tracked | None:
+    def _choose(self, after_s: float = -math.inf, *, idle: bool = False) -> Tracked | None:
         """Return the storage whose next use is farthest away, and farther than `after_s` seconds.
 
         Unknown uses are farthest, least recently used first. `idle`: only storages without a copy in progress.
@@ -283,8 +255,6 @@ class Residency:
         for tracked in self._evictable:
             if tracked.uses or (tracked.copy is not None and (idle or tracked.copy.is_load)):
                 continue
-            if is_wanted is not None and not is_wanted(tracked):
-                continue
             pace = tracked.pace
             if pace is None or tracked.next_use == NEVER or tracked.next_use < pace.position:
                 return tracked
@@ -292,85 +262,6 @@ class Residency:
             if wait_s > farthest_s:
                 chosen, farthest_s = tracked, wait_s
         return chosen
-
-    def _choose_dropped(self, copied: Tracked) -> Tracked | None:
-        """Return a storage to drop instead of copying another; None if copying is cheaper."""
-        return self._choose(self.copier.copy_s(copied.nbytes), idle=True, is_wanted=self._can_drop)
-
-    def _can_drop(self, tracked: Tracked) -> bool:
-        recomputation = tracked.recomputation
-        return (
-            recomputation is not None
-            and not tracked.is_clean
-            and not tracked.dependents
-            and self.pays_to_recompute(tracked, recomputation.seconds)
-            and recomputation.is_valid(tracked)
-        )
-
-    def pays_to_recompute(self, tracked: Tracked, seconds: float) -> bool:
-        """Whether computing again takes less time than copying out and in."""
-        return seconds < self.copier.copy_s(2 * tracked.nbytes)
-
-    def _drop(self, tracked: Tracked) -> None:
-        """Evict a storage without a copy. Its recomputation's inputs stay alive."""
-        storage, recomputation = tracked.storage, tracked.recomputation
-        if storage is None or recomputation is None:
-            return
-        held = [given.tracked.storage for given in recomputation.inputs]
-        if any(storage is None for storage in held):
-            tracked.recomputation = None  # an input has just died
-            return
-        recomputation.held = held
-        for given in recomputation.inputs:
-            given.tracked.dependents = given.tracked.dependents | {tracked}
-        tracked.is_dropped = tracked.is_out = True
-        self._leave(tracked, storage)
-        self.noting.dropped()
-
-    def _compute_again(self, tracked: Tracked, storage: Any) -> None:
-        recomputation = tracked.recomputation
-        assert recomputation is not None
-        inputs = {given.tracked for given in recomputation.inputs}
-        needed = [tracked]
-        tracked.uses += 1
-        try:
-            for given in inputs:
-                self.use(given)
-                given.uses += 1  # all of them are in memory at the same time
-                needed.append(given)
-            self.take_room(tracked.nbytes)
-            self._allocate(tracked, storage)
-            try:
-                recomputation.run(storage)
-            except BaseException:
-                self._deallocate(tracked, storage)
-                raise
-            self.copier.streams.publish()
-            self._release_inputs(tracked)
-            self._arrived(tracked)
-            self.recomputed_bytes += tracked.nbytes
-        finally:
-            for used in needed:
-                used.uses -= 1
-
-    def forget_recomputations(self) -> None:
-        """Compute again everything that was dropped, and note nothing of the ops so far."""
-        self.enter_stream()
-        for tracked in list(self._tracked.values()):
-            if tracked.is_dropped:
-                self.bring_in(tracked)
-        for tracked in self._tracked.values():
-            if not tracked.is_dropped:
-                tracked.recomputation = None
-
-    def _release_inputs(self, tracked: Tracked) -> None:
-        """Let the inputs of a dropped storage go."""
-        recomputation = tracked.recomputation
-        if tracked.is_dropped and recomputation is not None:
-            tracked.is_dropped = False
-            for given in recomputation.inputs:
-                given.tracked.dependents = given.tracked.dependents - {tracked}
-            recomputation.held.clear()
 
     def _evict(self, tracked: Tracked) -> None:
         self._wait(tracked)
@@ -451,8 +342,6 @@ class Residency:
         storage = tracked.storage
         if storage is None or not tracked.is_out or tracked.copy is not None:
             return True
-        if tracked.is_dropped and tracked.recomputation is not None:
-            return all(self.prefetch(given.tracked) for given in tracked.recomputation.inputs)
         self._allocate(tracked, storage)
         self._begin(tracked, storage, is_load=True)
         return True

@@ -5,15 +5,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch._C import StorageBase
 
 from cohabit.runtime.training.copies.spill import SpillSlot
-
-if TYPE_CHECKING:
-    from cohabit.runtime.training.recomputing import Recomputation
 
 LEAST_BYTES: Final = 16 << 10
 """Smaller storages stay: evicting them gains nothing, and torch's generators read theirs without an op."""
@@ -87,8 +84,8 @@ class Tracked:
     """A storage counted by the budget, in memory or out."""
 
     __slots__ = (
-        "copy", "dependents", "is_clean", "is_counted", "is_dead", "is_dropped", "is_out", "is_pinned", "key",
-        "last_use", "nbytes", "next_use", "pace", "recomputation", "ref", "slot", "stream", "uses", "writes",
+        "copy", "is_clean", "is_counted", "is_dead", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use",
+        "pace", "ref", "slot", "stream", "uses", "writes",
     )  # fmt: skip
 
     def __init__(self, storage: Any, deaths: deque[StorageRef], stream: int) -> None:
@@ -100,11 +97,6 @@ class Tracked:
         self.is_out = self.is_dead = False
         self.is_counted = True
         """Part of the bytes in use: the context has not been left since."""
-        self.is_dropped = False
-        """It is out without a copy: its recomputation makes it again."""
-        self.recomputation: Recomputation | None = None
-        self.dependents: frozenset[Tracked] = frozenset()
-        """Dropped storages whose recomputations read this one."""
         self.is_clean = False
         """The slot's bytes equal those in memory."""
         self.is_pinned = not storage.resizable()

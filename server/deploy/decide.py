@@ -69,7 +69,7 @@ class Decider:
         self.memory_bytes = 0
         """Memory for all models. If none can be loaded later, the arena is only as large as they need."""
         self.is_divided_roughly = False
-        """Whether the start divided memory by a rule of thumb, because no division was cached."""
+        """Whether the start's division was made by a rule of thumb or for other profiles."""
         self._config = config
         self._bundle = bundle
         self._memory = memory
@@ -159,25 +159,15 @@ class Decider:
         partitions, at_start = self._memory.partitions, self._at_start
 
         demands = [*(model.demand for model in others), *(model.whole_demand for model in models)]
-        is_cached = True
-
-        def dividing() -> None:
-            nonlocal is_cached
-            is_cached = False
-            on_divided()
-
         division = self._planner.division(
             demands,
             self.memory_bytes if at_start else partitions.arena_bytes,
             partitions.workspace_bytes if others else 0,
-            dividing,
+            on_divided,
             rough=at_start and self._config.plans_later,
         )
         self.is_divided_roughly = (
-            at_start
-            and self._config.plans_later
-            and not is_cached
-            and not self._planner.is_planned(demands, division.workspace_bytes)
+            at_start and self._config.plans_later and not self._planner.is_divided(demands, self.memory_bytes)
         )
         return division
 

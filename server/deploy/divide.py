@@ -44,18 +44,21 @@ class Planner:
         *,
         low_priority: bool = False,
         rough: bool = False,
+        keep: bool = True,
     ) -> Division:
         """Return the division of memory among models. Calls `on_divided` first if it is not cached.
 
         Latencies are read from the models' ladders if all have one. Otherwise they are estimated, with `rough` by a
-        rule of thumb; such a division is not stored. Unchanged plans may need `least_workspace_bytes`.
+        rule of thumb; `rough` also accepts the cached division of other profiles, so that a start after a crash has the
+        partitions, and finds the plans, that were in use. Unchanged plans may need `least_workspace_bytes`. With
+        `keep`, the division is stored for the next start.
 
         Raises InfeasibleBudget, or WorkerFailed with its message.
         """
         layout, lanes = self._layout, self._lanes
         known = None
         if not least_workspace_bytes:
-            known = self._library.division(models, memory_bytes, layout, lanes)
+            known = self._library.division(models, memory_bytes, layout, lanes, any_profiles=rough)
         if known is not None:
             return known
         on_divided()
@@ -64,14 +67,22 @@ class Planner:
         division: Division = call(
             _divide, models, memory_bytes, layout, lanes, least_workspace_bytes, rough, ladders=ladders
         )
-        is_planned = all(division.workspace_bytes in ladder for ladder in ladders)
-        if not least_workspace_bytes and (is_planned or not rough):
-            self._library.store_division(models, memory_bytes, layout, lanes, division)
+        if keep and not least_workspace_bytes:
+            by_rule = rough and not all(division.workspace_bytes in ladder for ladder in ladders)
+            self._library.store_division(models, memory_bytes, layout, lanes, division, rough=by_rule)
         return division
+
+    def keep_division(self, models: Sequence[ModelDemand], memory_bytes: int, division: Division) -> None:
+        """Store a division for the next start of these models. Its plans must be stored."""
+        self._library.store_division(models, memory_bytes, self._layout, self._lanes, division)
+
+    def is_divided(self, models: Sequence[ModelDemand], memory_bytes: int) -> bool:
+        """Whether the division for these profiles is cached."""
+        return self._library.division(models, memory_bytes, self._layout, self._lanes) is not None
 
     def least_memory(self, models: Sequence[ModelDemand], memory_bytes: int) -> int:
         """Return the least memory in bytes for these models, or `memory_bytes` if a division of it is cached."""
-        if self._library.division(models, memory_bytes, self._layout, self._lanes) is not None:
+        if self._library.division(models, memory_bytes, self._layout, self._lanes, any_profiles=True) is not None:
             return memory_bytes
         return self._workers.call(_least_memory, models, self._layout, self._lanes)
 
@@ -82,10 +93,6 @@ class Planner:
     def least_workspace(self, model: ModelDemand, memory_bytes: int) -> int:
         """Return the smallest workspace size worth trying for a model."""
         return self._workers.call(_least_workspace, model, memory_bytes)
-
-    def is_planned(self, models: Sequence[ModelDemand], workspace_bytes: int) -> bool:
-        """Whether every model has a complete ladder for this workspace."""
-        return all(workspace_bytes in self._library.ladders(model, self._searcher) for model in models)
 
     def known_plans(self, model: ModelDemand, memory: Memory) -> dict[Bucket, Plan] | None:
         """Return the cached plans of a full search, for this memory or the largest rung within it, if any."""
@@ -105,10 +112,14 @@ class Planner:
             _first_plans_by_size, model, workspace_bytes, self._library, self._searcher
         )
 
-    def climb(self, model: ModelDemand, workspace_bytes: int) -> None:
-        """Search the plans of every rung that are not cached, and cache them. Raises WorkerFailed."""
-        if workspace_bytes not in self._library.ladders(model, self._searcher):
-            self._workers.call_low_priority(_climb, model, workspace_bytes, self._library, self._searcher)
+    def climb(self, model: ModelDemand, workspace_bytes: int) -> bool:
+        """Search the plans of the least rung that the cache lacks, and cache them. Raises WorkerFailed.
+
+        Returns whether every rung is cached.
+        """
+        return workspace_bytes in self._library.ladders(model, self._searcher) or self._workers.call_low_priority(
+            _climb, model, workspace_bytes, self._library, self._searcher
+        )
 
     def best_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
         """Return a full search's plans for exactly this memory, and cache them. Raises as `quick_plans` does."""
@@ -169,9 +180,12 @@ def _plan(
     return plans
 
 
-def _climb(model: ModelDemand, workspace_bytes: int, library: Library, searcher: str) -> None:
+def _climb(model: ModelDemand, workspace_bytes: int, library: Library, searcher: str) -> bool:
     with stage(f"planning model '{model.name}'"):
-        _planner("ladder").climb(model, workspace_bytes, library, searcher, wait_for_requests)
+        ladder = _planner("ladder").climb(
+            model, workspace_bytes, library, searcher, wait_for_requests, most_searches=1
+        )
+    return ladder is not None
 
 
 def _first_plans_by_size(

@@ -52,6 +52,8 @@ class Model:
     """Host store of its parameters."""
     largest_batch: int = field(init=False)
     """Largest batch that clients may send; batches larger than the planned ones are split."""
+    plans_all_batches: bool = False
+    """Whether a division may leave out no batch size, because --batch-sizes names them."""
     sequences: SequenceRules | None = None
     """How requests form sequences; None if they do not."""
 
@@ -95,7 +97,7 @@ class Model:
     @property
     def whole_demand(self) -> ModelDemand:
         """Demand from which a division chooses batch sizes. Rows that influence one another cannot be split."""
-        splits = self.lowered.batched and self.lowered.interaction is None
+        splits = self.lowered.batched and self.lowered.interaction is None and not self.plans_all_batches
         return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s, splits)
 
     @property

@@ -160,7 +160,7 @@ def _made(
 ) -> Model:
     """Return a model lowered and measured by these functions. The caller closes its store."""
     name = source.name
-    model = Model(source, _rate(source, config))
+    model = Model(source, _rate(source, config), plans_all_batches=config.batch_sizes is not None)
     with stage(f"lowering model '{name}'"), _pausing(throttle):
         lowered = _with_config_names(source, lowered_by())
         model.largest_batch = _largest_batch(source, lowered, config)

@@ -22,9 +22,12 @@ from cohabit.server.engine.compute_lane import ComputeLane
 
 _log = logging.getLogger("cohabit.profiles")
 
+IDLE_S = 10.0
+"""Interval that must be quiet before partition sizes are planned."""
 INTERVAL_S = 60.0
+"""Interval that must be quiet before doubtful profiles are measured again."""
 IDLE_SHARE = 0.1
-"""Maximum fraction of the time that lanes compute in an interval quiet enough to measure."""
+"""Maximum fraction of a quiet interval that lanes compute."""
 DISAGREEING = 1.25
 """Ratio of measured to predicted time, or its reciprocal, above which a profile is measured again."""
 LEAST_GAIN = 0.1
@@ -56,7 +59,8 @@ class Replanner:
     def begin(self, models: Sequence[Model], *, plan_next_start: bool = False) -> None:
         """Improve models with quick plans in the background, one after the other.
 
-        With `plan_next_start`, the next start of these models is planned after that. Then every partition size is.
+        With `plan_next_start`, the next start of these models is planned after that. Every partition size is planned
+        once the server is quiet.
         """
         quick = [model.key.name for model in models if not model.searched]
         if quick or (plan_next_start and self._placement.decider.is_divided_roughly):
@@ -68,8 +72,8 @@ class Replanner:
             self._begin_ladders(models)
 
     def _begin_ladders(self, models: Sequence[Model]) -> None:
-        """Plan every partition size of these models in the background, unless plans are made before the start."""
-        if self._config.plans_later and self._config.has_partitions and self._config.bundle is None:
+        """Plan every partition size while the server is quiet, unless plans are made before the start."""
+        if self._config.plans_later and not self._config.is_trial:
             self._climbing.keep("planning every partition size", partial(self._climb_all, models))
 
     async def _climb_all(self, models: Sequence[Model]) -> None:
@@ -82,19 +86,41 @@ class Replanner:
             await in_thread(self._placement.workers.release)
 
     async def _climb(self, model: Model) -> None:
-        """Plan a model's ladder and its current size. Logs a CohabitError."""
+        """Plan a model's ladder and its current size. Logs a CohabitError.
+
+        Each rung is a search of its own, so that the searches for models that are loaded meanwhile come between.
+        """
         placement = self._placement
+        await self._until_idle()
         if model.is_provisional or placement.is_displaced(model):
             return
         begun, demand = model.found, model.demand
         try:
-            await in_thread(placement.planner.climb, demand, begun.memory.workspace_bytes)
+            while not await in_thread(placement.planner.climb, demand, begun.memory.workspace_bytes):
+                if self.is_busy:
+                    await self._until_idle()
             plans = await in_thread(placement.planner.best_plans, demand, begun.memory)
             if _is_better(plans, begun.plans):
                 await placement.replan(model, begun.plans, plans, model.profiles)
         except CohabitError as error:
             fields = {**model.key.fields, "reason": str(error)}
             _log.warning("not every partition size is planned", extra={"fields": fields})
+
+    async def _until_idle(self) -> None:
+        """Wait for a quiet interval after which no other search is in progress."""
+        while not await self._is_quiet(IDLE_S) or self.is_busy:
+            pass
+
+    async def _is_quiet(self, interval_s: float) -> bool:
+        """Wait for an interval. Returns whether the lanes have computed for at most IDLE_SHARE of it."""
+        before_s = self._computed_s
+        await asyncio.sleep(interval_s)
+        return self._computed_s - before_s <= IDLE_SHARE * interval_s
+
+    @property
+    def _computed_s(self) -> float:
+        """Total time that the lanes have computed."""
+        return sum(lane.device.computed_s for lane in self._lanes)
 
     async def close(self) -> None:
         """Cancel pending searches; models stay as they are."""
@@ -103,11 +129,8 @@ class Replanner:
 
     async def watch(self) -> None:
         """Check profiles after each interval in which little was computed, until cancelled."""
-        computed_s = 0.0
         while True:
-            await asyncio.sleep(INTERVAL_S)
-            before_s, computed_s = computed_s, sum(lane.device.computed_s for lane in self._lanes)
-            if computed_s - before_s <= IDLE_SHARE * INTERVAL_S:
+            if await self._is_quiet(INTERVAL_S):
                 await self.check()
 
     async def check(self) -> None:
@@ -158,19 +181,22 @@ class Replanner:
         await in_thread(self._placement.workers.release)
 
     async def _plan_next_start(self, models: Sequence[Model]) -> None:
-        """Store the division and the plans for the next start of these models. Raises CohabitError.
+        """Store the plans for the next start of these models, then the division. Raises CohabitError.
+
+        Until then, a start has the division and the plans in use now.
 
         They are used from now on, too, if that is predicted to save LEAST_GAIN of the latency.
         """
         planner, demands = self._placement.planner, [model.whole_demand for model in models]
         memory_bytes = self._placement.decider.memory_limit.of(sum(model.weight_bytes for model in models))
-        division = await in_thread(planner.division, demands, memory_bytes, low_priority=True)
+        division = await in_thread(planner.division, demands, memory_bytes, low_priority=True, keep=False)
         found: dict[str, PlansFound] = {}
         for model, demand, memory, most in zip(
             models, demands, division.memories, division.most_batches, strict=True
         ):
             plans = await in_thread(planner.best_plans, demand.up_to(most), memory)
             found[model.load_id] = PlansFound(plans, searched=True)
+        await in_thread(planner.keep_division, demands, memory_bytes, division)
         await self._redivide(found)
 
     async def _redivide(self, found: Mapping[str, PlansFound]) -> None:

@@ -234,7 +234,6 @@ def test_a_file_that_cannot_be_served_takes_nothing_from_what_is(
                 reload(fails=False)
                 assert wrong == [], f"good again after {path}"
             if control == "explicit":
-                reload('{"max_batch_size": 9000}')
                 reload('{"input": [{"name": "y", "data_type": "TYPE_FP32", "dims": [3]}]}')
                 assert wrong == []
 

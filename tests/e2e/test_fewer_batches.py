@@ -12,6 +12,7 @@ import torch
 from torch.export import Dim
 
 from cohabit.loadgen.zoo.exporting import save_model
+from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.sizing.problem import Division
 from cohabit.server.deploy import replan
 from cohabit.server.deploy.divide import Planner
@@ -74,7 +75,7 @@ def test_a_batch_that_is_left_out_runs_as_smaller_ones_and_clients_see_no_differ
 ) -> None:
     with (
         caplog.at_level(logging.INFO, "cohabit.placement"),
-        serving(repository, MEMORY, tmp_path, batch_sizes=BATCHES) as server,
+        serving(repository, MEMORY, tmp_path) as server,
     ):
         assert most_planned(server, HUNGRY) < 8
         assert most_planned(server, "a") == 8
@@ -88,6 +89,20 @@ def test_a_batch_that_is_left_out_runs_as_smaller_ones_and_clients_see_no_differ
             np.testing.assert_allclose(answer(server, name), expected(seed), rtol=1e-4, atol=1e-5)
     (said,) = (vars(r)["fields"] for r in caplog.records if r.message.startswith("largest batches run as several"))
     assert said["largest"] == {HUNGRY: most_planned_of(said)}
+
+
+def test_batch_sizes_of_the_flag_are_all_planned_or_the_least_memory_for_them_is_named(
+    repository: Path, tmp_path: Path
+) -> None:
+    """Unlike the default ones, of which the largest are left out in the same memory."""
+    with (
+        pytest.raises(InfeasibleBudget, match=rf"{HUNGRY}: .* at batch 8.*lower the batch") as refused,
+        serving(repository, MEMORY, tmp_path, batch_sizes=BATCHES),
+    ):
+        pass
+    least = f"{refused.value.least_bytes}B"
+    with serving(repository, least, tmp_path, batch_sizes=BATCHES) as server:
+        assert {most_planned(server, name) for name in (HUNGRY, *STACKS)} == {8}
 
 
 def test_batch_sizes_are_those_of_the_flag_although_the_configuration_allows_more(
@@ -116,7 +131,7 @@ def most_planned_of(said: dict[str, Any]) -> int:
 
 
 def test_all_batches_are_planned_where_memory_is_enough(repository: Path, tmp_path: Path) -> None:
-    with serving(repository, "64MiB", tmp_path, batch_sizes=BATCHES) as server:
+    with serving(repository, "64MiB", tmp_path) as server:
         assert most_planned(server, HUNGRY) == 8
 
 
@@ -142,10 +157,10 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
     folder = tmp_path / "models"
     shutil.copytree(repository, folder)
     shutil.rmtree(folder / "a")
-    with serving(folder, "40MiB", tmp_path / "cache", engine="process", batch_sizes=BATCHES) as server:
+    with serving(folder, "40MiB", tmp_path / "cache", engine="process") as server:
         server.until_planned()
     divisions.clear()
-    with serving(folder, MEMORY, tmp_path / "cache", engine="process", batch_sizes=BATCHES) as server:
+    with serving(folder, MEMORY, tmp_path / "cache", engine="process") as server:
         assert divisions[0] == (True, False)
         first = {name: infer(server.address, name, given) for name, given in REQUESTS.items()}
         server.until_planned()
@@ -155,7 +170,7 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
         for output, array in outputs.items():
             np.testing.assert_allclose(then[name][output], array, rtol=1e-5, atol=1e-6)
     divisions.clear()
-    with serving(folder, MEMORY, tmp_path / "cache", engine="process", batch_sizes=BATCHES) as server:
+    with serving(folder, MEMORY, tmp_path / "cache", engine="process") as server:
         assert not server.placement.decider.is_divided_roughly
         assert not server.replanner.is_busy, "the start before has planned this one"
 

@@ -126,9 +126,48 @@ def test_a_model_is_served_on_quick_plans_until_it_is_measured_and_better_ones_a
             assert plans_of(server) == best
 
 
-def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
-    archives: Archives, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_start_after_a_kill_has_the_partitions_and_plans_that_were_in_use(
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The server ends while its second model is still on a quick plan."""
+    measured, repository, cache = replan.measured_profiles, tmp_path / "models", tmp_path / "cache"
+    ended = threading.Event()
+
+    def measured_first(model: Any, *arguments: Any, **options: Any) -> dict[Bucket, Profile]:
+        if model.key.name == "b":
+            ended.wait(60)
+            raise OSError("the server has been killed")
+        slow = measured(model, *arguments, **options)
+        for path in (cache / "profiles").iterdir():  # as on a machine on which ops take other times than when traced
+            kept = profile_format.decode(cache_file.read(path))
+            if not kept.provisional:
+                slower = replace(kept, op_seconds=tuple(s * (20 if i % 2 else 1) for i, s in enumerate(kept.op_seconds)))
+                cache_file.write(path, profile_format.encode(slower))
+                slow = {b: slower if p.graph == slower.graph else p for b, p in slow.items()}
+        return slow
+
+    monkeypatch.setattr(replan, "measured_profiles", measured_first)
+    for seed, name in enumerate("ab"):
+        stacks.put(repository, name, seed)
+
+    def in_use(server: Running) -> dict[str, dict[Bucket, Plan]]:
+        return {name: dict(server.placement.models[name, 1].plans) for name in "ab"}
+
+    with serving(repository, "50%", cache, engine="process", batch_sizes=BATCHES) as server:
+        eventually(lambda: server.placement.models["a", 1].searched)
+        before = in_use(server)
+        assert server.placement.models["b", 1].is_provisional
+        ended.set()
+    with serving(repository, "50%", cache, engine="process", batch_sizes=BATCHES) as server:
+        assert in_use(server) == before
+        assert server.placement.models["a", 1].searched
+        assert server.placement.decider.is_divided_roughly, "the next start is still planned"
+
+
+def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
+    archives: Archives, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replan, "IDLE_S", 0.1)
     repository, inputs = archives.repository(MODEL), archives.inputs(MODEL, 1)
     caplog.set_level("INFO", logger="cohabit")
     with serving(repository, "50%", tmp_path, engine="process", batch_sizes=BATCHES) as server:
@@ -142,6 +181,35 @@ def test_once_every_size_is_planned_another_memory_finds_plans_and_no_search(
             again = infer(server.address, MODEL, inputs)
             assert {n: a.tobytes() for n, a in again.items()} == {n: a.tobytes() for n, a in answer.items()}
         assert "quick plans are in use until better ones are found" not in caplog.messages
+
+
+async def test_partition_sizes_wait_until_little_is_computed_and_no_other_search_is_in_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing: Any = None
+    device, slept = SimpleNamespace(computed_s=0.0), list[float]()
+    lanes: Any = [SimpleNamespace(device=device)]
+    replanner, searched = Replanner(nothing, nothing, lanes), asyncio.Event()
+    sleep = asyncio.sleep
+
+    async def sleep_while_others_work(seconds: float) -> None:
+        slept.append(seconds)
+        device.computed_s += seconds * replan.IDLE_SHARE * (2.0 if len(slept) <= 3 else 0.5)
+        if len(slept) == 5:
+            searched.set()
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep_while_others_work)
+
+    async def search() -> None:
+        await searched.wait()
+
+    replanner._background.keep("searching", search)
+    await replanner._until_idle()
+    assert slept == [replan.IDLE_S] * len(slept)
+    assert len(slept) > 5
+    searched.set()
+    await replanner.close()
 
 
 def test_a_model_that_cannot_be_measured_is_still_served(

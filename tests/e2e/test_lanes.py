@@ -134,10 +134,11 @@ def test_a_resident_model_that_needs_larger_workspaces_than_there_are_is_refused
 ) -> None:
     stacks.put(tmp_path, "small", 0)
     stacks.put(tmp_path, "large", 1)
-    changes = {"compute_lanes": LANES, "load_models": ("small",), "layout": "resident"}
+    (tmp_path / "small" / "config.pbtxt").write_text("max_batch_size: 1")
+    changes = {"compute_lanes": LANES, "load_models": ("small",), "layout": "resident", "batch_sizes": None}
     with controlled(tmp_path, "20MiB", fixed_plans, **changes) as (server, client):
         with pytest.raises(InferenceServerException, match=r"each of the 2 lanes has .* load this model when the"):
-            client.load_model("large", config='{"max_batch_size": 8}')
+            client.load_model("large")
         assert is_answer_of(0, answer(server, "small"))
-        client.load_model("large")
+        client.load_model("large", config='{"max_batch_size": 1}')
         assert is_answer_of(1, answer(server, "large"))

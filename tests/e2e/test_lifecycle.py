@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cohabit.planner.shapes import Bucket
-from cohabit.server.config.config import Layout
+from cohabit.server.config.config import LAYOUTS
 from tests.support.e2e.archives import Archives
 from tests.support.e2e.serving import Running, ask, eventually, infer, metric, process, serving
 
@@ -62,7 +62,7 @@ def resident_answers(archives: Archives) -> list[Answer]:
 @pytest.mark.parametrize(
     ("layout", "store"),
     [
-        *((layout, "ram") for layout in get_args(Layout) if layout != "resident"),
+        *((layout, "ram") for layout in LAYOUTS if layout != "resident"),
         *((layout, "file") for layout in ("partitioned", "time_shared", "on_demand")),
     ],
 )

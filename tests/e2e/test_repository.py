@@ -6,7 +6,7 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,13 +15,13 @@ import tritonclient.http as triton
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.runtime.errors import UnsupportedPlan
-from cohabit.server.config.config import Layout
+from cohabit.server.config.config import LAYOUTS
 from cohabit.server.deploy import prepare
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.model import Model, Programs
 from cohabit.server.errors import StartFailed
 from tests.support.e2e.archives import Archives
-from tests.support.e2e.serving import Running, ask, infer, process, refused_start, repository_index, serving
+from tests.support.e2e.serving import Running, ask, infer, refused_start, repository_index, serving
 
 GOOD = "torchcrepe"
 WEIGHTS_CONFIG = "model/data/weights/model_weights_config.json"
@@ -108,7 +108,7 @@ def test_a_good_model_serves_beside_broken_ones(broken_and_good: Running, archiv
     np.testing.assert_allclose(output, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archives, layout: str) -> None:
     names = ("ranker", "torchcrepe")
     repository = archives.repository(*names)
@@ -139,9 +139,12 @@ def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Arch
     assert status == 1
     message = re.search(r"cohabit: ranker: op linear\S* needs a budget of \S+ [KM]iB \((\d+) bytes\)", said)
     assert message is not None, said
-    with process(repository, f"{message[1]}B", archives.cache, *flags) as server:
-        server.until_ready()
-        assert infer(server.address, "ranker", archives.inputs("ranker", 4))["score"].shape == (4, 1)
+    with (
+        pytest.raises(InfeasibleBudget) as refused,
+        serving(repository, "64KiB", archives.cache, batch_sizes=(1, 4), search="best"),
+    ):
+        pass
+    assert int(message[1]) == refused.value.least_bytes, "which is enough, as the test before shows"
 
 
 def test_an_unexpected_error_reaches_no_user_but_its_number(

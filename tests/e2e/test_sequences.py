@@ -276,16 +276,23 @@ def test_states_have_a_bound_and_the_least_recently_used_makes_room(
             step(client, "sum", x, 1)
 
 
+@pytest.fixture(scope="module")
+def summing(repository: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    """A server with an engine process, which serves the model that sums."""
+    root = linked(repository, tmp_path_factory.mktemp("summing"), SUM)
+    with process(root, "4MiB", cache, "--batch-sizes", "1,2,4") as running:
+        running.until_ready()
+        yield running
+
+
 @pytest.mark.parametrize("api", [triton, triton_grpc])
 @pytest.mark.parametrize("why", ["the window is too small", "the file has shrunk"])
 def test_a_request_whose_answer_cannot_be_written_leaves_its_sequence_as_it_was(
-    repository: Path, cache: Path, tmp_path: Path, api: Any, why: str
+    summing: Process, api: Any, why: str
 ) -> None:
-    root, x = linked(repository, tmp_path, SUM), np.ones((1, WIDTH), np.float32)
-    name, nbytes = f"cohabit-test-{uuid.uuid4().hex}", WIDTH * 4
-    with process(root, "4MiB", cache, "--batch-sizes", "1,2,4") as server, shared_file(name, nbytes) as file:
-        server.until_ready()
-        address = server.address if api is triton else server.grpc_address
+    x, name, nbytes = np.ones((1, WIDTH), np.float32), f"cohabit-test-{uuid.uuid4().hex}", WIDTH * 4
+    with shared_file(name, nbytes) as file:
+        address = summing.address if api is triton else summing.grpc_address
         with api.InferenceServerClient(address) as client:
             client.register_system_shared_memory("out", f"/{name}", nbytes)
 
@@ -304,6 +311,7 @@ def test_a_request_whose_answer_cannot_be_written_leaves_its_sequence_as_it_was(
                     ask(nbytes if why == "the file has shrunk" else 4, **flags)
             os.truncate(file, nbytes)
             assert ask(nbytes) == 4, "neither continued, nor ended, nor begun again"
+            client.unregister_system_shared_memory("out")
 
 
 @contextmanager
@@ -317,15 +325,12 @@ def shared_file(name: str, nbytes: int) -> Iterator[Path]:
         path.unlink()
 
 
-def test_a_sequence_whose_engine_died_is_an_error_that_says_so(
-    repository: Path, cache: Path, tmp_path: Path
-) -> None:
-    root, x = linked(repository, tmp_path, SUM), np.ones((1, WIDTH), np.float32)
-    with process(root, "4MiB", cache, "--batch-sizes", "1,2,4") as server, client_of(server) as client:
-        server.until_ready()
+def test_a_sequence_whose_engine_died_is_an_error_that_says_so(summing: Process) -> None:
+    x = np.ones((1, WIDTH), np.float32)
+    with client_of(summing) as client:
         assert step(client, "sum", x, 5, sequence_start=True)["y"][0, 0] == 2
-        server.engine().kill()
-        eventually(lambda: ask(server.address, "GET", "/v2/health/ready")[0] == 200)
+        summing.engine().kill()
+        eventually(lambda: ask(summing.address, "GET", "/v2/health/ready")[0] == 200)
         with pytest.raises(InferenceServerException, match=r"No such sequence is known.* the engine restarts"):
             step(client, "sum", x, 5)
         assert step(client, "sum", x, 5, sequence_start=True)["y"][0, 0] == 2

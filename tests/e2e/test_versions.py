@@ -4,14 +4,13 @@ import itertools
 import json
 import shutil
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from cohabit.server.config.config import Layout
+from cohabit.server.config.config import LAYOUTS
 from tests.support.e2e.serving import Running, eventually, infer, process
 from tests.support.e2e.stacks import Stacks, X, answer, controlled, held, is_answer_of, under_load
 
@@ -85,7 +84,7 @@ def test_the_policy_of_a_load_adds_and_removes_versions_and_disturbs_no_other(
         assert states == dict.fromkeys("123", ("UNAVAILABLE", "unloaded"))
 
 
-@pytest.mark.parametrize("layout", get_args(Layout))
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_versions_that_share_memory_are_told_apart(
     stacks: Stacks, plans: Path, tmp_path: Path, layout: str
 ) -> None:

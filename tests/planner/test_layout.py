@@ -3,14 +3,11 @@
 import random
 from collections.abc import Sequence
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.minimalloc import HEIGHT, guillotine, read
-from benchmarks.planner.packing import searched
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.layout.placement import (
@@ -28,9 +25,6 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.search.driver import search
 from tests.support.planner.graphs import PAGE, chain, hand_written_plan, profile_of, random_graph
 from tests.support.planner.reference import aligned_bytes, aligned_scratch_bytes
-
-EXAMPLE = "id,lower,upper,size\nb1,0,3,4\nb2,3,9,4\nb3,0,9,4\nb4,9,21,4\nb5,0,21,4\n"
-"""The example of MiniMalloc's README, which fits in 12."""
 
 
 def meet(a: Block, b: Block) -> bool:
@@ -150,43 +144,6 @@ def test_nothing_takes_nothing() -> None:
     assert place([]).peak_bytes == most_live_bytes([]) == 0
 
 
-def test_minimallocs_files_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "problem.csv"
-    path.write_text(EXAMPLE)
-    blocks = read(path)
-    assert blocks[1] == Block(4, 1, Lifespan(3, 9))
-    assert place(blocks).peak_bytes == most_live_bytes(blocks) == 12
-    path.write_text("buffer_id,start,end,size\nb1,0,2,4\nb2,3,8,4\nb3,0,8,4\nb4,9,20,4\nb5,0,20,4\n")
-    assert read(path) == blocks
-    path.write_text("size,id,lower,upper,alignment,hint,gaps\n8,a,0,30,4,-1,5-10 12-20 21-29@0:4\n8,b,12,20,8,0,\n")
-    assert read(path) == (Block(8, 4, Lifespan(0, 12), Lifespan(20, 30)), Block(8, 8, Lifespan(12, 20)))
-
-
-@pytest.mark.parametrize(("count", "seed"), [(30, 0), (60, 0), (100, 1)])
-def test_a_search_closes_the_gap_that_greedy_rules_leave(count: int, seed: int) -> None:
-    """Of a rectangle that is cut into blocks, all of the height is in use at all times."""
-    blocks = guillotine(count, seed)
-    assert most_live_bytes(blocks) == HEIGHT
-    greedy, found = place(blocks), searched(blocks, nodes=20_000)
-    assert_sound(blocks, found)
-    assert greedy.peak_bytes > HEIGHT  # else these instances show nothing
-    assert found.peak_bytes - HEIGHT < 0.5 * (greedy.peak_bytes - HEIGHT)
-    assert searched(blocks, greedy.peak_bytes, nodes=20_000) == greedy, "enough is enough"
-
-
-def test_the_same_seed_finds_the_same_layout() -> None:
-    blocks = guillotine(60, 3)
-    assert searched(blocks, nodes=3000, seed=1) == searched(blocks, nodes=3000, seed=1)
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(BLOCKS)
-def test_searched_layouts_are_sound_and_never_worse(blocks: list[Block]) -> None:
-    found = searched(blocks, nodes=400)
-    assert_sound(blocks, found)
-    assert most_live_bytes(blocks) <= found.peak_bytes <= place(blocks).peak_bytes
-
-
 def best_peak(blocks: Sequence[Block]) -> int:
     """By trying every order with every block as low as it goes: some order yields an optimal layout."""
 
@@ -208,5 +165,5 @@ def best_peak(blocks: Sequence[Block]) -> int:
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.lists(st.builds(Block, st.integers(1, 9), st.just(1), SPANS), min_size=2, max_size=6))
-def test_small_problems_are_solved_to_the_optimum(blocks: list[Block]) -> None:
-    assert searched(blocks, nodes=50_000).peak_bytes == best_peak(blocks)
+def test_small_problems_are_close_to_the_optimum(blocks: list[Block]) -> None:
+    assert most_live_bytes(blocks) <= best_peak(blocks) <= place(blocks).peak_bytes <= 1.5 * best_peak(blocks)

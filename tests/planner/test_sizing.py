@@ -232,6 +232,11 @@ def test_workspace_is_never_smaller_than_plans_that_stay_need() -> None:
         divide(MODELS, 30 * PAGE, least_workspace_bytes=31 * PAGE)
 
 
+def measured_slower(model: ModelDemand) -> ModelDemand:
+    slower = {b: structs.replace(p, compute_slowdown=1.5) for b, p in model.profiles.items()}
+    return replace(model, profiles=slower)
+
+
 def test_a_division_of_memory_is_found_again_for_the_same_models_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -244,6 +249,12 @@ def test_a_division_of_memory_is_found_again_for_the_same_models_only(
     assert library.division(MODELS, 31 * PAGE, "partitioned", 1) is None
     assert library.division(MODELS, 30 * PAGE, "resident", 1) is None
     assert library.division(MODELS, 30 * PAGE, "partitioned", 2) is None
+    remeasured = [measured_slower(model) for model in MODELS]
+    assert library.division(remeasured, 30 * PAGE, "partitioned", 1) is None
+    assert library.division(remeasured, 30 * PAGE, "partitioned", 1, any_profiles=True) == sizes
+    library.store_division(MODELS, 30 * PAGE, "partitioned", 1, sizes, rough=True)
+    assert library.division(MODELS, 30 * PAGE, "partitioned", 1) is None
+    assert library.division(MODELS, 30 * PAGE, "partitioned", 1, any_profiles=True) == sizes
     (path,) = tmp_path.rglob("*.json")
     path.write_bytes(path.read_bytes()[:-5])
     assert library.division(MODELS, 30 * PAGE, "partitioned", 1) is None

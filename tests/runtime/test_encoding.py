@@ -77,6 +77,40 @@ def lowered_model(
         return models.lowered(model, EXAMPLES, folder, "encoder", [1, 2], options=options)
 
 
+class Pixels(nn.Module):
+    """Convolutions over sizes for which oneDNN has several layouts, and layers of every size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 40, 3, stride=2), nn.Conv2d(40, 48, 3, padding=1)
+        self.point, self.head = (
+            nn.Conv2d(48, 96, 1),
+            nn.Sequential(nn.Linear(96, 400), nn.ReLU(), nn.Linear(400, 70)),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(torch.relu(self.first(x)))
+        return self.head(self.point(torch.relu(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("model", "examples"),
+    [(Encoder, EXAMPLES), (Pixels, {"x": torch.randn(3, 3, 17, 17)})],
+    ids=["encoder", "pixels"],
+)
+def test_8_bits_round_alike_whatever_batches_are_planned(
+    model: Callable[[], nn.Module], examples: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    made, options = model().eval(), Options(packed=True, weights="int8")
+    planned = ([1], [2, 5], [64])
+    files = {
+        models.lowered(made, examples, tmp_path / str(n), "model", batches, options=options).manifest.fingerprint
+        for n, batches in enumerate(planned)
+    }
+    assert len(files) == 1
+
+
 def plans(graph: Graph) -> list[Plan]:
     half = frozenset(graph.parameters[::2])
     return [resident_plan(graph), streaming_plan(graph, half), streaming_plan(graph)]

@@ -7,25 +7,27 @@ from hypothesis import strategies as st
 from cohabit.runtime.lowering import fusion, packing
 from tests.support.runtime.generated import Skipped, Step, differences
 
-EXAMPLES = 12
 NUMBER = st.integers(0, 999)
 STEPS = st.lists(st.tuples(NUMBER, NUMBER, NUMBER, NUMBER), min_size=2, max_size=8)
 
 
-@pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
-@settings(
-    max_examples=EXAMPLES,
-    derandomize=True,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much, HealthCheck.too_slow],
-)
 @given(steps=STEPS, dynamic=st.booleans(), packed=st.booleans())
-def test_a_program_at_random_equals_eager_at_every_budget(
-    steps: list[Step], dynamic: bool, packed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+def equals_eager(steps: list[Step], dynamic: bool, packed: bool) -> None:
     try:
         found = list(differences(steps, dynamic=dynamic, packed=packed))
     except Skipped:
         assume(False)
     assert found == []
+
+
+@pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
+@pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_a_program_at_random_equals_eager_at_every_budget(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+    chosen = settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    )
+    chosen(equals_eager)()

@@ -2,13 +2,9 @@
 
 import queue
 import threading
-import time
-from typing import Any, Final, Protocol, cast
+from typing import Any, Protocol, cast
 
 from cohabit.runtime.training.tracked import StorageCopy
-
-_SMOOTHING: Final = 16
-"""Copies over which their speed is averaged."""
 
 
 class StreamOrder(Protocol):
@@ -22,10 +18,6 @@ class StreamOrder(Protocol):
         """Keep a storage's memory from being reused before the current stream's work so far and its next op end."""
         ...
 
-    def publish(self) -> None:
-        """Make all later ops run after what was issued to the current stream."""
-        ...
-
 
 class NoStreams:
     """For a CPU, whose ops end before they return."""
@@ -34,8 +26,6 @@ class NoStreams:
         return 0
 
     def share(self, storage: Any) -> None: ...
-
-    def publish(self) -> None: ...
 
 
 class Copier(Protocol):
@@ -57,10 +47,6 @@ class Copier(Protocol):
         """Make a copy between all earlier and all later ops. Raises OSError for errors of a file."""
         ...
 
-    def copy_s(self, nbytes: int) -> float:
-        """Return about how long a copy takes, in seconds."""
-        ...
-
     def settle(self) -> None:
         """Block until no op has to wait for a copy: then anything may use the bytes in memory."""
         ...
@@ -79,8 +65,6 @@ class CopyThread:
         self.streams: StreamOrder = NoStreams()
         self._waiting: queue.SimpleQueue[StorageCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._byte_s = 0.0
-        """Seconds that a byte takes, of late; 0 before the first copy."""
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._make_all, name="cohabit-budget", daemon=True)
@@ -92,9 +76,6 @@ class CopyThread:
 
     def make(self, copy: StorageCopy) -> None:
         self._make_here(copy)
-
-    def copy_s(self, nbytes: int) -> float:
-        return nbytes * self._byte_s
 
     def settle(self) -> None: ...
 
@@ -113,7 +94,4 @@ class CopyThread:
             del copy
 
     def _make_here(self, copy: StorageCopy) -> None:
-        start_s = time.perf_counter()
         copy.make()
-        byte_s = (time.perf_counter() - start_s) / copy.nbytes
-        self._byte_s += (byte_s - self._byte_s) / (_SMOOTHING if self._byte_s else 1)

@@ -14,9 +14,6 @@ from cohabit.runtime.training.copies.copying import CopyThread
 from cohabit.runtime.training.copies.spill import bytes_of
 from cohabit.runtime.training.tracked import StorageCopy
 
-_LINK_BYTES_PER_S = 25e9
-"""Assumed speed of every link, that of PCIe 4 with 16 lanes: the host does not see how long copies take."""
-
 
 class OpStreams:
     """The streams on which counted ops have run, by their number. `cuda` has the interface of `torch.cuda`."""
@@ -43,13 +40,6 @@ class OpStreams:
         """Make all later ops wait for an event."""
         for stream in self._streams.values():
             stream.wait_event(event)
-
-    def publish(self) -> None:
-        """Make all later ops wait for what was issued to the current stream."""
-        event = self._cuda.current_stream(self._device).record_event()
-        for copies in self._copy_streams:
-            copies.wait_event(event)
-        self.follow(event)
 
     def share(self, storage: Any) -> None:
         with torch._C._DisableTorchDispatch():
@@ -102,9 +92,6 @@ class CopyStreams:
     def make(self, copy: StorageCopy) -> None:
         self.begin(copy)
         copy.end.wait()
-
-    def copy_s(self, nbytes: int) -> float:
-        return nbytes / _LINK_BYTES_PER_S
 
     def settle(self) -> None:
         self._saves.synchronize()

@@ -201,18 +201,6 @@ def checked_copy(
     return copy
 
 
-def checked_recomputation(cuda: FakeCuda, real: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """Return a recomputation's `run` that notes what it reads and writes."""
-
-    def run(recomputation: Any, storage: Any) -> None:
-        for given in recomputation.inputs:
-            cuda.access(given.tracked.storage, is_write=False, what="a recomputation")
-        cuda.access(storage, is_write=True, what="a recomputation")
-        real(recomputation, storage)
-
-    return run
-
-
 def checked_resize(cuda: FakeCuda, real: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
     """Return `resize_storage` that notes allocations and releases."""
 
