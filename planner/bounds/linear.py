@@ -15,8 +15,9 @@ _INFEASIBLE: Final = 2
 """Status of scipy's solvers."""
 WHOLE: Final = 1e-6
 """Distance from 0 or 1 up to which a value counts as whole."""
-MOST_ENTRIES: Final = 100_000
-"""Maximum number of matrix entries in all linear programs that are solved for one bound, besides the first."""
+MOST_ENTRIES: Final = 4_000
+"""Maximum number of matrix entries in all linear programs that are solved for one bound, besides the first. Each takes
+milliseconds, and every search has a bound."""
 
 
 class LinearProgram:
