@@ -11,13 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean, mean
 from typing import Any
-
-from rich.console import Console
-from rich.progress import track
 
 import cohabit.planner.graph
 import cohabit.planner.profile
@@ -91,13 +89,13 @@ def request_of(problem: Problem, folder: Path, case: Case) -> dict[str, Any]:
 
 
 def searched(
-    cases: Sequence[Case], seeds: Sequence[int], marks: Sequence[float], against: Path, cache: Path
+    cases: Sequence[Case], seeds: Sequence[int], marks: Sequence[float], checkouts: Mapping[str, Path], cache: Path
 ) -> Results:
     """Run every search, ours and theirs in turns. Seeds after the first search up to the first mark only."""
     results: Results = {}
-    processes = {OURS: Process(Path.cwd()), THEIRS: Process(against)}
+    processes = {who: Process(checkout) for who, checkout in checkouts.items()}
     with tempfile.TemporaryDirectory() as folder:
-        for case in track(cases, "searching", console=Console(stderr=True)):
+        for case in cases:
             try:
                 problem = case.problem(cache)
             except CohabitError:  # the memory is too small for this network
@@ -110,6 +108,7 @@ def searched(
                     latencies_s = answer.get("latencies_s", ())
                     gaps = {m: s / problem.bound_s - 1 for m, s in zip(own, latencies_s, strict=False)}
                     results[case, seed, who] = Found(gaps, answer.get("evaluations", 0))
+            print(f"{case.network}, {case.device}, {case.share:.1%}", file=sys.stderr, flush=True)
     for process in processes.values():
         process.end()
     return results
@@ -170,9 +169,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="CPU seconds of a search, ascending; only the first seed searches beyond the first (default: 0.7 2)",
     )  # fmt: skip
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
     options = parser.parse_args(argv)
     cases = [Case(n, d, s, served=True) for n in options.networks for d in DEVICES for s in SHARES]
-    results = searched(cases, options.seeds, options.seconds, options.against, options.cache)
+    checkouts = {OURS: Path.cwd(), THEIRS: options.against}
+    with ThreadPoolExecutor(options.processes) as threads:
+        parts = [
+            threads.submit(
+                searched, cases[i :: options.processes], options.seeds, options.seconds, checkouts, options.cache
+            )
+            for i in range(options.processes)
+        ]
+        found = [part.result() for part in parts]
+    results = {key: part[key] for case in cases for part in found for key in part if key[0] == case}
     held = len({case for case, _, _ in results})
     publish(options, "Served plans", [
         f"Inference at batch 1 in a partition and a workspace, together a share of the weights; simulated. Op times are"
