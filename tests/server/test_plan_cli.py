@@ -223,7 +223,7 @@ def test_show_writes_a_page(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_baseline_plans_one_budget() -> None:
-    path = planned("--search", "vdnn_all")
+    path = planned("--search", "vdnn")
     plan = cohabit.planner.plan.decode(path.read_bytes())
     check(GRAPH, PROFILE, plan)
     assert plan.memory == single_budget(28 << 10)
