@@ -38,7 +38,8 @@ from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
 ROOT = Path(__file__).parents[3]
-READY_S = 120.0
+READY_S = 600.0
+"""Patience with a busy machine; only failures wait for it."""
 QUICK_SEARCH = "genetic"
 """The searcher of servers whose tests do not depend on how good plans are; activations have to fit."""
 
