@@ -434,7 +434,7 @@ def test_a_limited_number_of_models_is_prepared_at_a_time_while_others_are_serve
         with lock:
             under_way.append(source.name)
             most = max(most, len(under_way))
-        assert gate.wait(120)
+        gate.wait()
         try:
             return opened(source, *arguments, **options)
         finally:
@@ -446,11 +446,13 @@ def test_a_limited_number_of_models_is_prepared_at_a_time_while_others_are_serve
     with controlled(tmp_path, "40MiB", plans) as (server, _), ThreadPoolExecutor(len(names)) as clients:
         monkeypatch.setattr(place, "prepare", waiting)
         loads = [clients.submit(server.on_loop, server.engine.lifecycle.load(name, None)) for name in names]
-        eventually(lambda: all(e.get("state") == "LOADING" for e in repository_index(server.address).values()))
-        eventually(lambda: len(under_way) == limit)
-        repository_index(server.address)  # the event loop has gone round
-        assert len(under_way) == limit
-        gate.set()
+        try:
+            eventually(lambda: all(e.get("state") == "LOADING" for e in repository_index(server.address).values()))
+            eventually(lambda: len(under_way) == limit)
+            repository_index(server.address)  # the event loop has gone round
+            assert len(under_way) == limit
+        finally:
+            gate.set()
         for load in loads:
             load.result()
         assert most == limit
