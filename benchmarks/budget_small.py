@@ -143,7 +143,8 @@ def trained(net: Small, memory: str | None, steps: int) -> Cost:
             train()
             peak = share_of(limits, memory)
     gc.collect()
-    return Cost(*(statistics.median(column[WARM_STEPS:]) for column in columns), losses, peak)
+    thread_s, process_s, wall_s = (statistics.median(column[WARM_STEPS:]) for column in columns)
+    return Cost(thread_s, process_s, wall_s, losses, peak)
 
 
 def share_of(limits: Budget, memory: str) -> float:

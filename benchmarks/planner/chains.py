@@ -50,7 +50,7 @@ SHOWN = "resnet152"
 """Whose tables are on the page; the others are in the data alone."""
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 """Of the memory that a step needs if nothing leaves it."""
-OFFLOADING = ("dynprog", "greedy", "autoswap", "tflms", "vdnn_conv", "vdnn_all", "best")
+OFFLOADING = ("dynprog", "greedy", "autoswap", "tflms", "vdnn", "vdnn_conv", "best")
 LB_HEADER = ["network, share of its peak", "LB / ops", "dynprog", "greedy", "dynprog's relaxation"]
 CHECKPOINTING = "chain_checkpointing"
 BANDWIDTHS = (12e9, 24e9, 36e9)

@@ -2,7 +2,7 @@
 
 python -m benchmarks.planner.searchers --record
 
-All searchers plan one model in a single budget. Those of serving also plan it in a partition and a workspace.
+All searchers plan one model in a single budget. `benchmarks.planner.served` is about those of serving.
 """
 
 import statistics
@@ -32,10 +32,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.planner.warm import warm
 
-SERVING = ("best", "genetic", "streaming")
 DEVICES = {"V100, PCIe 3": v100_pcie3, "H100, PCIe 5": h100_pcie5, "one CPU core, file": cpu_file}
-SHOWN = "V100, PCIe 3"
-"""Whose table is on the page; the others are in the data alone."""
 SHARES = (0.125, 0.25, 0.5, 0.75)
 
 
@@ -70,7 +67,7 @@ class Outcome:
     """The member of `best` that found its plan."""
 
 
-def run(case: Case, searcher: str, seconds: float, cache: Path | None, seed: int = 0) -> Outcome:
+def run(case: Case, searcher: str, seconds: float, cache: Path | None) -> Outcome:
     first: list[float] = []
     started = time.monotonic()
 
@@ -82,7 +79,7 @@ def run(case: Case, searcher: str, seconds: float, cache: Path | None, seed: int
         problem = case.problem(cache)
         started = time.monotonic()
         limit = Limit(seconds=seconds, strict=True)
-        plan = search(problem, searcher, seed=seed, limit=limit, on_progress=progress)
+        plan = search(problem, searcher, limit=limit, on_progress=progress)
     except CohabitError:
         return Outcome(None, time.monotonic() - started, 0.0, 0.0)
     took = time.monotonic() - started
@@ -98,27 +95,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=10.0, help="time of each search, on one core (default: %(default)s)"
     )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the searches as served (default: 0 1 2)"
-    )
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
     options = parser.parse_args(argv)
-    every = [(n, d, s) for n in options.networks for d in DEVICES for s in SHARES]
-    cases = [Case(*one) for one in every]
+    cases = [Case(n, d, s) for n in options.networks for d in DEVICES for s in SHARES]
     searchers = [name for name in SEARCHERS if can_plan(name, cases[0].problem(options.cache))]
-    served = [Case(*one, served=True) for one in every]
     for network in options.networks:
         inference_graph(network, 1, options.cache)
     console = Console(stderr=True)
-    jobs = [(c, s, options.seconds, options.cache, 0) for c in cases for s in searchers]
-    jobs += [(c, s, options.seconds, options.cache, n) for c in served for s in SERVING for n in options.seeds]
+    jobs = [(c, s, options.seconds, options.cache) for c in cases for s in searchers]
     # Each process loads the compiled loops before anything is timed.
     with ProcessPoolExecutor(options.processes, get_context("spawn"), warm) as pool:
         futures = [pool.submit(run, *job) for job in jobs]
         results = [f.result() for f in track(futures, "searching", console=console)]
-    found = {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True) if not job[0].served}
-    by_seed = {(job[0], job[1], job[4]): result for job, result in zip(jobs, results, strict=True)}
+    found = {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True)}
     about = (
         "Inference at batch 1 in a single budget of a share of the weights, parameters and activations together,"
         " simulated; op times are rooflines (`benchmarks/planner/profiles.py`), scratch is not known and counts as"
@@ -132,8 +122,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         about,
         _summary(cases, found),
         *_tables(cases, searchers, found),
-        "## In a partition and a workspace\n",
-        *_served_tables(served, options.seeds, by_seed),
     ]
     publish(options, "Every searcher on every network", sections)
     return 0
@@ -176,32 +164,8 @@ def _tables(cases: Sequence[Case], searchers: Sequence[str], found: dict[tuple[C
                     f"{best.seconds:.1f}",
                 ]
             )
-        sections += [f"## {device}\n", markdown_table(header, rows, shown=device == SHOWN)]
+        sections += [f"## {device}\n", markdown_table(header, rows, shown=False)]
     return sections
-
-
-def _served_tables(
-    cases: Sequence[Case], seeds: Sequence[int], found: dict[tuple[Case, str, int], Outcome]
-) -> list[str]:
-    """Gaps of each seed, who found `best`'s plans, and the mean ratio of the latencies to streaming's."""
-    rows, ratios = [], {s: [1.0] for s in SERVING}
-    for case in cases:
-        gaps = {s: [found[case, s, n].gap for n in seeds] for s in SERVING}
-        if None not in gaps["streaming"]:
-            for s in SERVING:
-                ratios[s] += [
-                    (1 + a) / (1 + b)
-                    for a, b in zip(gaps[s], gaps["streaming"], strict=True)
-                    if a is not None and b is not None
-                ]
-        cells = [" ".join("refused" if g is None else f"{g:.2%}" for g in gaps[s]) for s in SERVING]
-        winners = ", ".join(dict.fromkeys(found[case, "best", n].winner for n in seeds))
-        rows.append([case.network, case.device, f"{case.share:.1%}", *cells, winners])
-    means = ", ".join(f"`{s}` {statistics.geometric_mean(ratios[s][1:]):.4f}" for s in SERVING if ratios[s][1:])
-    return [
-        f"A gap per seed. Latency over `streaming`'s, in the geometric mean: {means}. `genetic` begins at random.\n",
-        markdown_table(["network", "device", "share", *SERVING, "found by"], rows, shown=False),
-    ]
 
 
 if __name__ == "__main__":

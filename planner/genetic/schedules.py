@@ -6,6 +6,7 @@ tensor.
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +14,10 @@ from cohabit.planner.arrays import Bools, Floats, Ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.graph import Graph
 from cohabit.planner.order import predecessors
+
+NONE: Final = -1
+TOGETHER: Final = 20
+"""Mean number of ops that a mutation runs after another because they read the same weights."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class Precedence:
     start: Ints
     after: Ints
     before: Ints
+    weights: Ints
+    """Per op, the number of the set of weights that it reads, or NONE if it reads none."""
 
 
 def precedence(graph: Graph) -> Precedence:
@@ -35,7 +42,14 @@ def precedence(graph: Graph) -> Precedence:
         np.cumsum([0, *map(len, after)]),
         np.array([k for ops in after for k in ops], np.int64),
         np.array([len(needed) for needed in earlier], np.int64),
+        _weights(graph),
     )
+
+
+def _weights(graph: Graph) -> Ints:
+    number = {frozenset[int](): NONE}
+    read = [frozenset(t for t in op.reads if graph.tensors[t].is_weight) for op in graph.ops]
+    return np.array([number.setdefault(weights, len(number)) for weights in read], np.int64)
 
 
 def cross_schedules(first: Ints, second: Ints, cut: int) -> tuple[Ints, Ints]:
@@ -52,10 +66,18 @@ def _join(head: Ints, tail: Ints, cut: int) -> Ints:
     return np.concatenate([head[:cut], tail[~there[tail]]])
 
 
-def mutate_schedule(order: Ints, rule: Precedence, probability: float, rng: np.random.Generator) -> Ints:
-    """Reschedule as a dataflow engine would: the first ready op of `order`, or, with `probability`, any ready one."""
+def mutate_schedule(
+    order: Ints, rule: Precedence, probability: float, rng: np.random.Generator, *, together: bool = False
+) -> Ints:
+    """Reschedule as a dataflow engine would: the first ready op of `order`, or, with `probability`, any ready one.
+
+    The paper may "mutate multiple nodes in one mutation", and leaves open which. With `together`, an op chosen at
+    random that reads weights is followed by about TOGETHER ops that read the same ones or none.
+    """
     count = len(order)
-    return _mutate(order, rule.start, rule.after, rule.before, rng.random(count) < probability, rng.random(count))
+    random, pick = rng.random(count) < probability, rng.random(count)
+    run = rng.geometric(1 / TOGETHER, count) if together else np.zeros(count, np.int64)
+    return _mutate(order, rule.start, rule.after, rule.before, rule.weights, random, pick, run)
 
 
 def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:
@@ -67,7 +89,9 @@ def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:
 
 
 @compiled
-def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, pick: Floats) -> Ints:
+def _mutate(
+    order: Ints, start: Ints, after: Ints, before: Ints, weights: Ints, random: Bools, pick: Floats, run: Ints
+) -> Ints:
     count = len(order)
     position, missing = np.empty(count, np.int64), before.copy()
     for i in range(count):
@@ -81,10 +105,21 @@ def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, 
             ready_length += 1
             heappush(heap, position[k])
     result = np.empty(count, np.int64)
+    wanted, left = NONE, 0  # weights whose ops run together, and the number of ops still to run so
     for i in range(count):
-        if random[i]:
+        k = NONE
+        if left > 0:
+            left -= 1
+            k = _of_weights(ready[:ready_length], position, weights, wanted)
+            if k == NONE:
+                k = _of_weights(ready[:ready_length], position, weights, NONE)
+            if k == NONE:
+                left = 0
+        if k == NONE and random[i]:
             k = ready[int(pick[i] * ready_length)]
-        else:
+            if weights[k] != NONE:
+                wanted, left = weights[k], run[i]
+        if k == NONE:
             while place[order[heap[0]]] < 0:
                 heappop(heap)
             k = order[heap[0]]
@@ -100,3 +135,13 @@ def _mutate(order: Ints, start: Ints, after: Ints, before: Ints, random: Bools, 
                 ready_length += 1
                 heappush(heap, position[j])
     return result
+
+
+@compiled
+def _of_weights(ready: Ints, position: Ints, weights: Ints, wanted: int) -> int:
+    """Return the first of the ready ops that reads these weights, or NONE."""
+    found = NONE
+    for k in ready:
+        if weights[k] == wanted and (found == NONE or position[k] < position[found]):
+            found = k
+    return found

@@ -9,7 +9,8 @@ begin four walks, which are compared after every round. Its best members are the
 is a walk from one parent, or from the crossover of two; its order mutates seldom, as in SwapAdvisor, section 5.2. A
 child that is better replaces its parent, so the best is never lost.
 
-Plans of the same model for other memory sizes (`Problem.neighbours`) are seeds, too."""
+Plans of the same model for other memory sizes (`Problem.neighbours`) are seeds, too. They replace the variants, and
+half of the walks. A search without a limit ends with the first later generation that gains little."""
 
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
@@ -55,8 +56,8 @@ LEADS = (0.03, 0.1)
 """Fractions of the ops by which copies of small parameters may go ahead."""
 CHAINS = 4
 """Number of parallel walks in the first generation."""
-ROUNDS = 8
-"""Number of rounds of each of these walks."""
+ROUNDS, ROUNDS_FROM_NEIGHBOURS = 8, 3
+"""Number of rounds of each of these walks, and the number if there are plans for other memory sizes."""
 WORK_PER_ROUND = 25_000
 """Ops and uses that a walk simulates per round, after which walks are compared: about 10 ms."""
 MOST_STEPS = 40
@@ -66,7 +67,9 @@ COOLED = 0.25
 """Fraction of HEAT in later generations."""
 POPULATION = 12
 GENERATIONS = 8
-"""Number of generations after the first in a search without a limit."""
+"""Maximum number of generations after the first in a search without a limit."""
+LEAST_GAIN = 1e-3
+"""Fraction of the cost that a generation must save; a search without a limit ends with the first that saves less."""
 CROSSED = 0.5
 """Fraction of children with two parents."""
 BY_PARAMETER = 0.25
@@ -95,14 +98,23 @@ class Genetic(Searcher[ServedChromosome]):
         self._rng = np.random.default_rng(seed)
         self._evaluated: list[Evaluated] = []
         """Costs of the latest candidates."""
+        self._count = 0
+        """Number of evaluated candidates."""
+        self._good_enough = np.inf
+        """Cost above which a generation counts as the last."""
         self._decisions = lru_cache(maxsize=1024)(self._decide)
         self._steps = filter(None, self._ask())
 
     @cached_property
     def evaluations(self) -> int:
-        variants, early = len(list(self._variants(0, ()))), len(SMALL) * len(LEADS)
-        first = len(self._starts) + len(self._starts) // 4 + WIDENED * variants + ROUNDS * (CHAINS + early)
+        variants = len(self._from_neighbours) or WIDENED * len(list(self._variants(0, ())))
+        early = len(SMALL) * len(LEADS)
+        first = len(self._starts) + len(self._starts) // 4 + variants + self._rounds * (CHAINS + early)
         return first + GENERATIONS * (POPULATION + early)
+
+    @property
+    def _rounds(self) -> int:
+        return ROUNDS_FROM_NEIGHBOURS if self._from_neighbours else ROUNDS
 
     def tell(self, candidates: Sequence[ServedChromosome], costs: Sequence[Cost]) -> None:
         for candidate, cost in zip(candidates, costs, strict=False):
@@ -110,6 +122,9 @@ class Genetic(Searcher[ServedChromosome]):
             self._evaluated.append((cost.latency_s + LINK_WEIGHT * busy_s, candidate))
             if is_optimal(self.reordered[0].work, cost):
                 self._steps = iter(())
+        self._count += len(costs)
+        if min((cost for cost, _ in self._evaluated), default=0.0) > self._good_enough:
+            self.evaluations = self._count
 
     def evaluate(self, candidate: ServedChromosome, good_s: float) -> Cost:
         work, decisions = self.reordered[candidate.order].work, self._decisions(candidate)
@@ -147,6 +162,7 @@ class Genetic(Searcher[ServedChromosome]):
                 children.append(self._child(living, parent))
                 parents.append(parent)
             self._evaluated.clear()
+            self._good_enough = (1 - LEAST_GAIN) * living[0][0]
             yield [*children, *self._small_ones_early(living[0][1])]
             # A child replaces its parent, so that the population stays diverse; variants of the best compete with all.
             told = self._evaluated
@@ -162,14 +178,17 @@ class Genetic(Searcher[ServedChromosome]):
         yield [first]
         yield [c for c in self._starts if c != first]
         yield list(self._relaxed())
-        yield [variant for c in self._best(WIDENED) for variant in self._variants(c.order, c.residents())]
-        yield self._from_neighbours
+        if self._from_neighbours:
+            yield self._from_neighbours
+        else:
+            yield [variant for c in self._best(WIDENED) for variant in self._variants(c.order, c.residents())]
         # walks from the best, cooler in each round; the last walk restarts from the best
         chains, walked = self._best(CHAINS), list[Evaluated]()
         chains += [chains[0]] * (CHAINS - len(chains))
-        for i in range(ROUNDS):
+        for i in range(self._rounds):
             self._evaluated.clear()
-            yield [self._walk(c, HEAT * (1 - i / ROUNDS)) for c in chains] + list(self._small_ones_early(chains[0]))
+            heat = HEAT * (1 - i / self._rounds)
+            yield [*(self._walk(c, heat) for c in chains), *self._small_ones_early(chains[0])]
             walked += self._evaluated
             chains = self._best(CHAINS)
             chains[-1] = chains[0]

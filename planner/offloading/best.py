@@ -94,6 +94,7 @@ class Best(Searcher[ServedCandidate]):
             yield [ServedCandidate(searcher, c) for c in inner]
             searcher.tell(inner[: len(self._told)], self._told)
             spent += len(inner)
+            # A searcher lowers its effort once it gains little.
             if spent >= (searcher.evaluations if most is None else most):
                 break
         return spent

@@ -13,7 +13,7 @@ PARTS: Parts = {
         "on_demand": Part(f"{_HERE}.swapadvisor.on_demand:OnDemand"),
     },
     "cohabit.baselines": {
-        "vdnn_all": Part(f"{_HERE}.baselines.layers:VdnnAll"),
+        "vdnn": Part(f"{_HERE}.baselines.layers:Vdnn"),
         "vdnn_conv": Part(f"{_HERE}.baselines.layers:VdnnConv"),
         "superneurons": Part(f"{_HERE}.baselines.layers:SuperNeurons"),
         "tflms": Part(f"{_HERE}.baselines.layers:Tflms"),

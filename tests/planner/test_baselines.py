@@ -21,7 +21,7 @@ from cohabit.planner.papers.baselines.checkpointing import (
     OptimalCheckpoints,
     SqrtCheckpointing,
 )
-from cohabit.planner.papers.baselines.layers import SuperNeurons, Tflms, VdnnAll, VdnnConv
+from cohabit.planner.papers.baselines.layers import SuperNeurons, Tflms, Vdnn, VdnnConv
 from cohabit.planner.papers.baselines.scores import Absences, AutoSwap, Capuchin
 from cohabit.planner.papers.baselines.searcher import Baseline
 from cohabit.planner.papers.beaumont.layers import LayerChain
@@ -138,52 +138,41 @@ def test_weights_never_leave_where_the_rule_fits(baseline: str) -> None:
 def test_baselines_are_named_apart_from_the_searchers_and_plan_counted_budgets_only() -> None:
     assert set(SEARCHERS).isdisjoint(BASELINES)
     graph = trained(CONVOLUTIONS)
-    with pytest.raises(UnsupportedProblem, match="vdnn_all plans one budget"):
-        search(Problem(graph, profile_of(graph), Memory(1 << 30, 1 << 30)), "vdnn_all")
+    with pytest.raises(UnsupportedProblem, match="vdnn plans one budget"):
+        search(Problem(graph, profile_of(graph), Memory(1 << 30, 1 << 30)), "vdnn")
     with pytest.raises(UnknownSearcher, match="tflms"):
-        search(problem_of(graph), "vdnn")
+        search(problem_of(graph), "vdnn_all")
 
 
 # vDNN
 
 
-def test_vdnn_all_offloads_exactly_the_inputs_of_layers_that_the_backward_pass_reads() -> None:
-    """A6 is the loss's input; the dropout's mask M4 is saved, too, and no layer's input."""
+def test_vdnn_offloads_the_inputs_of_layers_above_each_threshold_or_every_second_of_them() -> None:
+    """Every op takes a second, so a threshold is a size. A6 is the loss's input, and the mask M4 is no layer's."""
     problem = problem_of(trained(CONVOLUTIONS))
-    assert swapped_out(problem, only_plan(VdnnAll(problem, 0))) == {f"A{i}" for i in range(6)}
+    nbytes = {t.name: t.nbytes for t in problem.graph.tensors}
+    expected = {frozenset[str]()}
+    for most in {nbytes[f"A{i}"] for i in range(6)}:
+        small = [f"A{i}" for i in range(6) if nbytes[f"A{i}"] <= most]
+        expected |= {frozenset(small), frozenset(small[::2])}
+    found = {frozenset(swapped_out(problem, plan)) for plan in plans_of(Vdnn(problem, 0))}
+    assert len(found) > 2
+    assert found == expected - {frozenset()}
 
 
-def test_vdnn_conv_offloads_the_inputs_of_convolutions() -> None:
+def test_vdnn_with_convolutions_alone_offloads_all_of_their_inputs_or_every_second() -> None:
     problem = problem_of(trained(CONVOLUTIONS))
-    assert swapped_out(problem, only_plan(VdnnConv(problem, 0))) == {"A0", "A3"}
+    found = [swapped_out(problem, plan) for plan in plans_of(VdnnConv(problem, 0))]
+    assert found == [{"A0", "A3"}, {"A0"}]
 
 
-def test_vdnn_offloads_after_the_last_consumer_and_prefetches_a_layer_ahead() -> None:
-    """A2 returns as the backward pass begins, and A0 during the layer for which A2 returned, before it is needed."""
-    problem = problem_of(trained([("conv", 1), ("relu", 1), ("conv", 1), ("linear", 1)]))
-    steps = named(problem, only_plan(VdnnConv(problem, 0)))
-    forward = ["forward0", "-A0", "/A0", "forward1", "forward2", "-A2", "/A2", "forward3"]
-    backward = ["+A2", "loss", "backward3", "+A0", "backward2", "backward1", "backward0"]
-    shown = [s for s in steps[: steps.index("backward0")] if s[0] != "/" or s in ("/A0", "/A2")]
-    assert shown == [*forward, *backward[:-1], "/A2"]
-
-
-def test_vdnn_synchronises_every_layer_with_its_copies() -> None:
-    """A copy takes 1.5 s, an op 1 s: each op but the first begins only when the copies before it have ended."""
+def test_vdnn_waits_for_memory_only() -> None:
+    """A copy takes 1.5 s, an op 1 s. With memory for all, no forward op waits for a copy out."""
     problem = problem_of(trained([("conv", 3)] * 3), bandwidth=2 * PAGE)
-    plan = only_plan(VdnnAll(problem, 0))
-    spans = {s.step: s for s in simulate(problem.graph, plan, problem.profile).spans}
-    copied_s, fetched_s, checked = 0.0, 0.0, 0
-    for index, step in enumerate(plan.steps):
-        if isinstance(step, Compute):
-            assert spans[index].start_s >= copied_s
-            checked += copied_s > 0
-            copied_s = max(copied_s, fetched_s)
-        elif isinstance(step, SwapOut):
-            copied_s = max(copied_s, spans[index].end_s)
-        elif isinstance(step, SwapIn):
-            fetched_s = max(fetched_s, spans[index].end_s)
-    assert checked > 6
+    for plan in plans_of(VdnnConv(problem, 0)):
+        spans = {s.step: s for s in simulate(problem.graph, plan, problem.profile).spans}
+        starts = [spans[i].start_s for i, step in enumerate(plan.steps) if isinstance(step, Compute)]
+        assert starts[:3] == [0.0, 1.0, 2.0]
 
 
 # SuperNeurons

@@ -1,16 +1,18 @@
 """The genetic search for served models: operators stay in their space, generations do not get worse, plans transfer."""
 
+import math
 import random
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.genetic.chromosome import ServedChromosome, decisions_of, order_of, renumbered
 from cohabit.planner.genetic.crossover import crossed
-from cohabit.planner.genetic.searcher import GENERATIONS, POPULATION, Genetic
+from cohabit.planner.genetic.searcher import GENERATIONS, LEAST_GAIN, POPULATION, Genetic
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, SwapIn
@@ -137,6 +139,36 @@ def test_later_generations_are_never_worse_and_find_what_the_first_did_not() -> 
         assert more.provenance.latency_s <= first.provenance.latency_s * (1 + 1e-3)
         better += more.provenance.latency_s < first.provenance.latency_s * (1 - 1e-6)
     assert better > 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_search_without_a_limit_ends_with_the_first_generation_that_gains_little(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = chain([rng.randint(1, 9) * PAGE for _ in range(24)])
+    problem = Problem(graph, random_profile(rng, graph), Memory(24 * PAGE, 40 * PAGE))
+    most = Genetic(problem, seed).evaluations
+    plan = search(problem, "genetic", seed=seed)
+    assert plan.provenance is not None
+    assert plan.provenance.evaluations < most
+    least, spent, searcher = math.inf, 0, Genetic(problem, seed)
+    while spent < plan.provenance.evaluations:
+        before = least
+        candidates = searcher.ask()
+        costs = [searcher.evaluate(c, math.inf) for c in candidates]
+        searcher.tell(candidates, costs)
+        spent += len(candidates)
+        least = min([least, *(cost.latency_s for cost in costs)])
+    assert spent == plan.provenance.evaluations
+    assert least > before * (1 - 2 * LEAST_GAIN), "the cost counts the link's time, too"
+
+
+def test_a_search_from_neighbours_is_shorter() -> None:
+    graph = chain([(7 * i % 5 + 1) * PAGE for i in range(40)])
+    problem = Problem(graph, profile_of(graph, 1.0, bandwidth=PAGE / 2), Memory(14 * PAGE, 40 * PAGE))
+    plan = search(problem, "genetic", limit=Limit(evaluations=10))
+    larger = replace(problem, memory=Memory(14 * PAGE, 44 * PAGE))
+    fresh, seeded = Genetic(larger, 0), Genetic(replace(larger, neighbours=(plan,)), 0)
+    assert seeded.evaluations < 0.8 * fresh.evaluations
 
 
 def test_decisions_read_from_a_plan_have_its_residents_and_nearly_its_latency() -> None:

@@ -68,7 +68,7 @@ def test_a_name_that_nothing_has_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         registry.SEARCHERS["magic"]
     graph = chain([PAGE])
-    with pytest.raises(UnknownSearcher, match="there are best, streaming, offloading, genetic"):
+    with pytest.raises(UnknownSearcher, match="there are best, genetic, offloading"):
         registry.make("magic", Problem(graph, profile_of(graph), single_budget(PAGE)), 0)
 
 

@@ -159,10 +159,38 @@ def test_schedules_stay_schedules(seed: int) -> None:
     first, second = random_schedule(rule, draw), random_schedule(rule, draw)
     cut = rng.randint(0, len(first))
     children = cross_schedules(first, second, cut)
-    mutants = [mutate_schedule(o, rule, p, draw) for o in children for p in (0.0, 0.1, 1.0)]
+    rates = (0.0, 0.1, 1.0)
+    mutants = [
+        mutate_schedule(o, rule, p, draw, together=t) for o in children for t in (False, True) for p in rates
+    ]
     assert all(is_schedule(o, rule) for o in (np.arange(len(first)), first, second, *children, *mutants))
     assert (mutants[0] == children[0]).all()
+    assert (mutants[3] == children[0]).all()
     assert children[0].tolist()[:cut] == second.tolist()[:cut]
+
+
+def test_a_mutation_by_weights_runs_time_steps_of_a_layer_together() -> None:
+    """Ops of a layer are ready together once the layer below has run; each random op fetches other weights."""
+    layers, steps = 4, 12
+    tensors = [Tensor(f"W{i}", PAGE, "parameter", PAGE) for i in range(layers)]
+    tensors += [Tensor(f"h{i}", PAGE, "activation") for i in range(layers * steps)]
+    at = [(layer, step) for step in range(steps) for layer in range(layers)]
+    value = {key: layers + n for n, key in enumerate(at)}
+    ops = tuple(
+        Op(f"cell{i}.{t}", "cell", (i, *(value[k] for k in ((i - 1, t), (i, t - 1)) if k in value)), (value[i, t],))
+        for i, t in at
+    )
+    rule = precedence(Graph("recurrent", 1, "weights", tuple(tensors), ops, (value[layers - 1, steps - 1],)))
+
+    def fetches(together: bool) -> int:
+        draw, order, found = np.random.default_rng(0), np.arange(len(ops)), 0
+        for _ in range(20):
+            mutant = mutate_schedule(order, rule, 0.1, draw, together=together)
+            assert is_schedule(mutant, rule)
+            found += int((np.diff(rule.weights[mutant]) != 0).sum())
+        return found
+
+    assert fetches(together=True) < fetches(together=False) / 2
 
 
 def is_schedule(order: Ints, rule: Precedence) -> bool:
@@ -300,6 +328,11 @@ def test_an_elitist_population_evolves() -> None:
     for course in (means, bests):
         assert sorted(course, reverse=True) == course
         assert course[-1] < course[0]
+
+
+def test_before_selection_the_population_is_three_times_its_size() -> None:
+    asked = evolve(SwapAdvisor(roomy(), 0, population=12), 2)
+    assert [len(candidates) for candidates in asked] == [1, 12, 24, 24]
 
 
 def test_softmax_selection_is_the_papers_and_loses_its_best() -> None:

@@ -1,62 +1,68 @@
-"""Rules that choose tensors by their layer: vDNN, SuperNeurons and TFLMS.
+"""Rules that choose tensors by their layer: vDNN, vDNN++, SuperNeurons and TFLMS.
 
 vDNN: Rhu, Gimelshein, Clemons, Zulfiqar and Keckler, "vDNN: Virtualized Deep Neural Networks for Scalable,
-Memory-Efficient Neural Network Design", MICRO 2016, section III. SuperNeurons: Wang, Ye, Zhao, Wu, Li, Song, Xu and
+Memory-Efficient Neural Network Design", MICRO 2016. vDNN++: Shriram, Garg and Kulkarni, "Dynamic Memory Management for
+GPU-Based Training of Deep Neural Networks", IPDPS 2019. SuperNeurons: Wang, Ye, Zhao, Wu, Li, Song, Xu and
 Kraska, "SuperNeurons: Dynamic GPU Memory Management for Training Deep Neural Networks", PPoPP 2018, section 3. TFLMS:
 Le, Imai, Negishi and Kawachiya, "TFLMS: Large Model Support in TensorFlow by Graph Rewriting", arXiv 1807.02037, 2018.
 
 Where the papers are silent: a layer is an op, and its target's name gives the kind of layer.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Final
 
-import numpy as np
-
 from cohabit.planner.papers.baselines.searcher import Baseline
-from cohabit.planner.schedule.gaps import Choice
+from cohabit.planner.schedule.gaps import Choice, Gap
 from cohabit.planner.schedule.serial import least_bytes
-from cohabit.planner.schedule.table import COMPUTE, SWAP_IN, SWAP_OUT, Schedule
+from cohabit.planner.schedule.table import Schedule
 
+CONVOLUTION: Final = "conv"
+"""Substring of the targets of convolutions."""
+THRESHOLDS: Final = 64
+"""Maximum number of thresholds that VDNN tries."""
 CHEAP: Final = ("pool", "elu", "silu", "swish", "sigmoid", "tanh", "softmax", "norm", "dropout")
 """Substrings of the targets of layers that SuperNeurons recomputes."""
 
 
-class VdnnAll(Baseline):
-    """vDNN_all: offloads the input feature maps of every layer while their last forward consumer runs.
+class Vdnn(Baseline):
+    """VDNN as Beaumont, Eyraud-Dubois and Shilova compare with it (2020, section 6): offloads inputs of slow layers.
 
-    A layer's backward pass prefetches the inputs of the next layer that has any, and every layer waits for the copies
-    issued before. The choice of convolution algorithms, and with it vDNN_dyn, is left out. Saved tensors that are not
-    a layer's input, such as a dropout's mask, stay. The classifier, which the paper leaves out, is treated alike.
+    Candidates are the inputs of layers whose forward time per byte of input is at least a threshold. For each
+    threshold, either all candidates are offloaded or every second one, by a no-wait schedule. Of more than THRESHOLDS
+    different thresholds, so many are tried, evenly spread over the layers.
     """
 
-    name = "vdnn_all"
-    target = ""
-    """Substring of the targets of the layers whose inputs are offloaded."""
+    name = "vdnn"
 
     def _find(self) -> Iterator[Schedule | None]:
-        ops = self.problem.graph.ops
-        read = {t for op in ops[: self._turn] if self.target in op.target for t in op.reads}
-        away = {g.tensor: g.last_use for g in self._feature_maps() if g.tensor in read}
-        made = self._schedule_of(range(len(ops)), away)
-        yield None if made is None else synchronised(made)
+        tried = [frozenset(chosen[::step]) for chosen in self._candidates() for step in (1, 2)]
+        for away in dict.fromkeys(tried):
+            yield self._schedule_of_choices(Choice.SWAP if g in away else Choice.KEEP for g in self._gaps.all)
+
+    def _candidates(self) -> Iterator[list[Gap]]:
+        """Yield the gaps of the candidates for each threshold, in forward order."""
+        op_s, nbytes, maps = self.problem.profile.op_seconds, self.problem.arrays.nbytes, self._inputs()
+        pace = {g: op_s[max(g.last_use, 0)] / max(int(nbytes[g.tensor]), 1) for g in maps}
+        thresholds = sorted(set(pace.values()), reverse=True)
+        for threshold in thresholds[:: math.ceil(len(thresholds) / THRESHOLDS) or 1]:
+            yield [g for g in maps if pace[g] >= threshold]
+
+    def _inputs(self, target: str = "") -> list[Gap]:
+        """Return the gaps of inputs of the forward layers whose targets contain `target`, in forward order."""
+        read = {t for op in self.problem.graph.ops[: self._turn] if target in op.target for t in op.reads}
+        return [g for g in self._feature_maps() if g.tensor in read]
 
 
-class VdnnConv(VdnnAll):
-    """vDNN_conv: offloads the inputs of convolutions only."""
+class VdnnConv(Vdnn):
+    """vDNN++: offloads the inputs of all convolutions, or of every second one."""
 
     name = "vdnn_conv"
-    target = "conv"
 
-
-def synchronised(schedule: Schedule) -> Schedule:
-    """Make every op wait for all copies before the previous op, and for all swap-outs before itself."""
-    computes, wait = np.flatnonzero(schedule.verb == COMPUTE), schedule.wait.copy()
-    saved, fetched = (np.cumsum(schedule.verb == lane)[computes] for lane in (SWAP_OUT, SWAP_IN))
-    wait[computes, SWAP_OUT] = np.maximum(wait[computes, SWAP_OUT], saved - 1)
-    wait[computes[1:], SWAP_IN] = np.maximum(wait[computes[1:], SWAP_IN], fetched[:-1] - 1)
-    return schedule._replace(wait=wait)
+    def _candidates(self) -> Iterator[list[Gap]]:
+        yield self._inputs(CONVOLUTION)
 
 
 class SuperNeurons(Baseline):
@@ -71,9 +77,7 @@ class SuperNeurons(Baseline):
     name = "superneurons"
 
     def _find(self) -> Iterator[Schedule | None]:
-        written = {
-            t for op in self.problem.graph.ops[: self._turn] if VdnnConv.target in op.target for t in op.writes
-        }
+        written = {t for op in self.problem.graph.ops[: self._turn] if CONVOLUTION in op.target for t in op.writes}
         maps = {g.tensor: g.last_use for g in self._feature_maps() if g.tensor in written}
         program = self._program()
 

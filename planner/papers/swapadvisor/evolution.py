@@ -8,7 +8,7 @@ import numpy as np
 from cohabit.planner.problem import Cost
 from cohabit.planner.search.searcher import Searcher
 
-GENERATIONS: Final = 20
+GENERATIONS: Final = 10
 """Number of generations in a search without a limit."""
 
 C = TypeVar("C")
@@ -26,7 +26,7 @@ class Evolution(Searcher[C]):
     _mutated: Callable[[C], C]
 
     def __init__(self, seed: int, population: int, generations: int = GENERATIONS) -> None:
-        self.evaluations = 1 + population * (generations + 1)
+        self.evaluations = 1 + population + 2 * population * generations
         self.living: list[tuple[C, Cost]] = []
         """The population after each generation, the best first."""
         self._population = population
@@ -50,13 +50,10 @@ class Evolution(Searcher[C]):
         return list(zip(members, self._costs, strict=False))
 
     def _children(self, parents: Sequence[C]) -> list[C]:
-        """Return one child per member of the population; pairs of parents have some each until there are enough."""
-        children: list[C] = []
-        while len(children) < self._population:
-            pairs = self._rng.permutation(len(parents))[: len(parents) // 2 * 2].reshape(-1, 2)
-            for i, j in pairs.tolist():
-                children += self._crossed(parents[i], parents[j])
-        return [self._mutated(child) for child in children[: self._population]]
+        """Return the mutated children of random pairs of parents."""
+        pairs = self._rng.permutation(len(parents))[: len(parents) // 2 * 2].reshape(-1, 2)
+        children = (child for i, j in pairs.tolist() for child in self._crossed(parents[i], parents[j]))
+        return list(map(self._mutated, children))
 
     def _survivors(self, seconds: Sequence[float]) -> list[int]:
         return fastest(seconds, self._population)

@@ -9,8 +9,9 @@ evaluates it. Choices that the paper leaves open:
 - One part of a child mutates, its schedule or its allocation, at a rate drawn per child. The paper chooses one rate per
   network, with 10 % as a first guess (section 6.1): that changes a hundred ops of every child, in both parts at once.
 - After each repair, objects are added until the memory is used.
-- A generation has one child per member of the population. Only candidates that fit survive, as long as there are
-  any.
+- Half of the mutated schedules run ops of the same weights together.
+- Pairs of parents are random, and each member is in one pair: S, the population before selection, is three times N_p.
+  Only candidates that fit survive, as long as there are any.
 - The population is smaller than the paper's 144, which suits 72 cores and half an hour: in ten seconds on one core, it
   has more generations.
 
@@ -44,6 +45,8 @@ ORDER_RATES: Final = (1e-4, 1e-1)
 """Range of the mutation rate of a schedule, drawn log-uniformly per child."""
 POOL_RATES: Final = (3e-3, 1e-1)
 """The same for CLS and CNT."""
+TOGETHER: Final = 0.5
+"""Fraction of mutated schedules in which ops of the same weights run together."""
 THRESHOLD: Final = 1.0
 """In units of the time of a displacement's two copies; see `planner.papers.swapadvisor.pool_swaps`."""
 GIVEN_ORDER: Final = 4
@@ -65,6 +68,8 @@ SERIAL: Final = Chromosome(_NONE, Allocation(_NONE, _NONE))
 
 class SwapAdvisor(Evolution[Chromosome]):
     """Evolves a population of schedules and allocations."""
+
+    is_compiled = True
 
     def __init__(self, problem: Problem, seed: int, *, population: int = POPULATION) -> None:
         require_counted(problem, "swapadvisor")
@@ -115,7 +120,8 @@ class SwapAdvisor(Evolution[Chromosome]):
     def _mutated(self, child: Chromosome) -> Chromosome:
         order, allocation = child.order, child.allocation
         if self._rng.random() < self._share_of_orders:
-            order = mutate_schedule(order, self._precedence, self._rate(ORDER_RATES), self._rng)
+            together = self._rng.random() < TOGETHER
+            order = mutate_schedule(order, self._precedence, self._rate(ORDER_RATES), self._rng, together=together)
         else:
             allocation = self._space.mutated(allocation, self._rate(POOL_RATES), self._rng)
         return Chromosome(order, self._space.filled(allocation, self._rng))
