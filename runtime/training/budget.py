@@ -117,6 +117,8 @@ def budget(
 
 _TOLERATED = 0.05
 """Fraction of the budget by which a step may exceed it before ops are seen again."""
+_GROWN = 8
+"""The budget divided by this is what the process may grow between steps before freed memory is released."""
 _AS_MUCH = 0.95
 """Fraction of what a departed step saved: a step that saves as much is recorded instead."""
 
@@ -204,7 +206,7 @@ class Budget:
 
     def _reset_steps(self) -> None:
         self._is_active = False
-        self._record = Record(time.perf_counter)
+        self._record = Record()
         residency = self._residency
         self._saved = SavedTensors(
             self._device, residency.copier, residency.spill, self._lock, self._record, self._interrupts.deliver
@@ -214,6 +216,8 @@ class Budget:
         """Number of modes when the context was entered."""
         self._steps = 0
         self._recorded_state_bytes = 0
+        self._resident_bytes: int | None = None
+        """Of the process, after the step that followed the last release of freed memory."""
         self._awaited_bytes = 0
         """Bytes saved by a step whose record ends the seeing of ops."""
         self._updating_bytes = 0
@@ -514,6 +518,7 @@ class Budget:
                 self._move_only_saved()
         elif self._mode is None:
             self._own()
+            self._release_heap()
             if over_bytes > _TOLERATED * (self._limit_bytes or 0):
                 self._warn_exceeded(over_bytes)
                 if unseen_module(self._owners) is None and not has_compiled():
@@ -600,6 +605,15 @@ class Budget:
         free_bytes = limit_bytes - self._state_bytes() - self._record.beside()[1]
         for state in self._states:
             free_bytes -= state.prefetch(free_bytes)
+
+    def _release_heap(self) -> None:
+        """Return freed memory to the system once the C library keeps more of it than after an earlier step."""
+        now = resident_bytes()
+        if self._resident_bytes is None:
+            self._resident_bytes = now
+        elif now > self._resident_bytes + (self._limit_bytes or NEVER) // _GROWN:
+            release_free_memory()
+            self._resident_bytes = None
 
     def _warn_exceeded(self, over_bytes: int) -> None:
         if over_bytes <= self._warned_bytes:

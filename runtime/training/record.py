@@ -4,7 +4,7 @@ Steps repeat, so a recorded step tells at each event what memory the next ops ne
 will rise, and what is unpacked next. A step that departs from the record goes on with estimates.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -22,8 +22,6 @@ class Event:
     """The storage's first pack, counted from the step's beginning."""
     saved_bytes: int
     """Of all saved storages, whether in memory or not."""
-    seconds: float
-    """Since the step began."""
 
 
 @dataclass(slots=True)
@@ -55,29 +53,16 @@ class RecordedStep:
         return max(self.beside, default=0)
 
 
-@dataclass(frozen=True, slots=True)
-class LeavingChoice:
-    """What a searcher decided for a step."""
-
-    leaves: frozenset[int]
-    """Storages that leave, by the number of their first pack."""
-    returns: Mapping[int, tuple[int, ...]]
-    """By event: storages whose way back begins then."""
-
-
 class Record:
     """Follows a thread's steps along a recorded one. The caller holds a lock."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self.step: RecordedStep | None = None
         """The recorded step; None until there is one."""
-        self.choice: LeavingChoice | None = None
         self.sampled: Callable[[], int] | None = None
         """Returns the bytes of tensors in memory that are not autograd's, where no ops are seen."""
         self._new: RecordedStep | None = None
         """The step that is being recorded."""
-        self._began_s = clock()
         self._at = -1
         """The last event."""
         self._looked = -1
@@ -134,7 +119,7 @@ class Record:
         self._at += 1
         number = first_pack - self._first_pack
         if self._new is not None:
-            self._new.events.append(Event(nbytes, number, saved_bytes, self._clock() - self._began_s))
+            self._new.events.append(Event(nbytes, number, saved_bytes))
             self._new.beside.append(0)
             if self.sampled is not None:
                 beside = self._new.beside[-1] = self.sampled()
@@ -159,7 +144,6 @@ class Record:
         """The step ends; `packs` is the number of the next one's first pack."""
         self._at, self._looked, self._first_pack = -1, -1, packs
         self.has_departed, self.departed_bytes, self._is_alike, self._ratio = False, 0, True, 1.0
-        self._began_s = self._clock()
 
     def beside(self) -> tuple[int, int]:
         """Return the bytes beside saved tensors until the next event, and the highest point of memory ahead."""
@@ -204,9 +188,3 @@ class Record:
                 index += 1
         else:
             yield from range(first_pack - 1, first_pack - 1 - _UPCOMING, -1)
-
-    def stays(self, first_pack: int) -> bool:
-        """Whether a searcher decided that a storage stays in memory."""
-        if self.choice is None or self.has_departed:
-            return False
-        return first_pack - self._first_pack not in self.choice.leaves

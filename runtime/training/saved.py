@@ -4,7 +4,7 @@ A storage that autograd saves leaves memory only while its use counts say that a
 read or write it until autograd unpacks it, so no read meets a storage that is out. An entry is the storage itself, not
 a copy of some version of it: while anybody else holds it, it is the very memory that eager PyTorch's graph would hold.
 
-What is saved first is used last, so it leaves first (or what a searcher's plan says), and returns in the order in which
+What is saved first is used last, so it leaves first, and returns in the order in which
 the last step unpacked.
 """
 
@@ -336,7 +336,7 @@ class SavedTensors:
             saved = entry.ref()
             if saved is None or entry.state is not _State.IN:
                 continue
-            if entry is self._needed or (self.record.stays(entry.first_pack) and not everything):
+            if entry is self._needed:
                 back.append(entry)
                 continue
             # The storage's one use is the Python object's, which `saved` and the call's argument refer to.

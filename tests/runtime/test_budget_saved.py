@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -566,6 +567,23 @@ def test_a_compiled_module_whose_parameters_would_have_to_leave_is_refused_by_na
         cohabit.budget("300KiB", compiled, optimizer),
     ):
         raise AssertionError("it was entered")
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+def test_an_fsdp_module_whose_parameters_would_have_to_leave_is_refused_by_name(tmp_path: Path) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        net = FullyShardedDataParallel(made()[0], device_id=torch.device("cpu"))
+        optimizer = torch.optim.AdamW(net.parameters())
+        before = state_of(net, optimizer)
+        with (
+            pytest.raises(UnsupportedModel, match=r"parameters cannot leave .* an FSDP module"),
+            cohabit.budget("300KiB", net, optimizer),
+        ):
+            raise AssertionError("it was entered")
+        assert all(map(torch.equal, before, state_of(net, optimizer)))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_nothing_leaves_while_a_budget_pauses() -> None:
