@@ -7,6 +7,7 @@ of the machine falls on all of them. Everything it makes lies in `.demo`; runnin
 import argparse
 import asyncio
 import io
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -51,16 +52,23 @@ WARM_UP_S = 0.25
 BUSY = 0.05
 """Share of the CPUs used by other work during the turns from which the sentence mentions it."""
 WIDTH = 80
+INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
+    # As an interrupt, SIGTERM ends the servers, too, which have sessions of their own.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     folder: Path = options.folder
     console.print(f"[1/3] {options.models} models are exported to {folder} (the first time: a minute or two)")
     prepared = prepare_visibly(folder / "repository", recipes(options.models), force=False, console=console)
     weight_bytes = sum(p.weight_bytes for p in prepared)
-    measured = asyncio.run(_measure(options, console))
+    try:
+        measured = asyncio.run(_measure(options, console))
+    except KeyboardInterrupt:
+        console.print("interrupted")
+        return INTERRUPTED
     shown: list[Table | str] = [_table(measured), *verdict(measured)]
     console.print(*shown, sep="\n")
     picture = (results_folder() if options.record else folder) / "demo.png"

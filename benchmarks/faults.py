@@ -262,7 +262,7 @@ def _sections(found: Outcome, before: Usage, after: Usage, left_bytes: float) ->
         markdown_table(["outcome of a request", "times"], outcomes),
         markdown_table(["request sent", "answers", "p50", "p99", "longest"], latencies),
         markdown_table(["error", "times"], errors) if errors else "No request got an error.\n",
-        markdown_table(["front end", "after one fault, idle", "at the end, idle"], usage),
+        markdown_table(["front end", "after one fault, idle", "at the end, idle"], usage, shown=False),
         f"Every request was answered, with equal bits or an error: {'yes' if holds else 'NO'}.\n",
     ]
 

@@ -7,7 +7,6 @@ drifts. Engines that are not installed are left out: ONNX Runtime comes with `pi
 
 import argparse
 import math
-import resource
 import shutil
 import statistics
 import subprocess
@@ -54,30 +53,19 @@ WAYS = ("resident", "streamed", "from file", "bfloat16", "bfloat16 streamed", "i
 ROUND_S, MOST_REPEATS = 0.01, 20
 """Quick models are run again and again, for so long and at most so often per round."""
 
-FAULT_RUNS = 20
-"""Inferences over which page faults are counted, after as many have run."""
-
 Way = Callable[[], object]
 Times = dict[str, list[float]]
+"""Seconds per inference of each engine, round by round."""
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """One model at one batch size and number of threads."""
-
-    times: Times
-    """Seconds per inference of each engine, round by round."""
-    faults: float
-    """Minor page faults per inference, with every parameter in memory."""
-
-
-Found = dict[tuple[str, int, int], Measured]
+Found = dict[tuple[str, int, int], Times]
 """By model, batch size and number of threads."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.model is not None:
-        print(msgspec.json.encode(_faults(options) if options.faults else _measure(options)).decode())
+        print(msgspec.json.encode(_measure(options)).decode())
         return 0
     console = Console(highlight=False)
     known = [name for name in options.models if name not in UNTUNED]
@@ -95,17 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _in_process(model: str, batch: int, threads: int, options: argparse.Namespace) -> Measured:
+def _in_process(model: str, batch: int, threads: int, options: argparse.Namespace) -> Times:
     command = [sys.executable, "-m", "benchmarks.peers", "--model", model, "--folder", str(options.folder)]
     command += ["--batches", str(batch), "--threads", str(threads), "--rounds", str(options.rounds)]
     command += ["--without", *options.without] if options.without else []
 
-    def last_line(*more: str) -> bytes:
-        done = subprocess.run([*command, *more], stdout=subprocess.PIPE, check=True)
-        return done.stdout.splitlines()[-1]
-
-    times = msgspec.json.decode(last_line(), type=Times)
-    return Measured(times, msgspec.json.decode(last_line("--faults"), type=float))
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Times)
 
 
 def _measure(options: argparse.Namespace) -> Times:
@@ -121,23 +105,6 @@ def _measure(options: argparse.Namespace) -> Times:
             quickest = min(quickest, seconds_of(way))
         repeats = max(1, min(MOST_REPEATS, int(ROUND_S / quickest)))
         return in_turns({name: partial(seconds_of, way, repeats) for name, way in ways.items()}, options.rounds)
-
-
-def _faults(options: argparse.Namespace) -> float:
-    """Return the minor page faults of one inference, in a process that has lowered and exported nothing.
-
-    The C library keeps more of what is freed once a process has freed large blocks.
-    """
-    (batch,), (threads,) = options.batches, options.threads
-    torch.set_num_threads(threads)
-    before = 0
-    with ExitStack() as stack, torch.inference_mode():
-        run = _ours(options.model, batch, options.folder, stack, resident_only=True)["resident"]
-        for n in range(2 * FAULT_RUNS):
-            if n == FAULT_RUNS:
-                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            run()
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / FAULT_RUNS
 
 
 def _archive(folder: Path, name: str) -> Path:
@@ -205,21 +172,21 @@ def _sections(found: Found, options: argparse.Namespace) -> list[str]:
         rows: list[list[str]] = []
         means: dict[str, list[float]] = {}
         ways = ("resident", "eager") if which else WAYS
-        for (name, b, t), measured in found.items():
+        for (name, b, t), times in found.items():
             if (b, t, _list_of(name)) != (batch, threads, which):
                 continue
-            times, base = measured.times, _base(measured.times)
+            base = _base(times)
             row = [name, f"{statistics.median(times[base]) * 1e3:.2f}"]
             for way in ways:
                 row.append(_shown(times, way, base))
                 if way in times:
                     means.setdefault(way, []).append(Quartiles.of_ratios(times[way], times[base]).middle)
-            rows.append([*row, f"{measured.faults:.0f}"])
+            rows.append(row)
         count = {way: len(ratios) for way, ratios in means.items()}
         last = [f"{statistics.geometric_mean(means[w]):.2f} of {count[w]}" if w in means else "" for w in ways]
-        rows.append(["geometric mean", "", *last, ""])
+        rows.append(["geometric mean", "", *last])
         sections += [f"## Batch {batch}, {threads} thread{'s' * (threads > 1)}{which}\n"]
-        sections.append(markdown_table(["model", "ONNX Runtime ms", *ways, "page faults"], rows))
+        sections.append(markdown_table(["model", "ONNX Runtime ms", *ways], rows))
     return sections
 
 
@@ -240,9 +207,8 @@ def _shown(times: Times, way: str, to: str) -> str:
     return str(Quartiles.of_ratios(times[way], times[to])) if way in times else "-"
 
 
-def _sentence(measured: Measured) -> str:
-    times = [f"{way} {statistics.median(seconds) * 1e3:.2f} ms" for way, seconds in measured.times.items()]
-    return f"{', '.join(times)}, {measured.faults:.0f} page faults"
+def _sentence(times: Times) -> str:
+    return ", ".join(f"{way} {statistics.median(seconds) * 1e3:.2f} ms" for way, seconds in times.items())
 
 
 _ABOUT = """Time per inference over that of ONNX Runtime with all of its memory, in the same round: median of {rounds}
@@ -262,7 +228,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--without", nargs="+", choices=("inductor", "onnxruntime"), default=[])
     parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--faults", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from cohabit.flat_call import FlatCall
 from cohabit.page.html import report_page
-from cohabit.planner.compiled import compiles_first
+from cohabit.planner.compiled import COMPILING, compiles_first
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Plan
 from cohabit.planner.problem import Limit, Problem
-from cohabit.planner.profile import Profile
+from cohabit.planner.profile import NOISY, Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.sizing.fitting import split_budget
 from cohabit.runtime.binding.program import Bases
@@ -109,7 +109,8 @@ class ModulePlan:
         mebibytes = self.memory_bytes / (1 << 20)
         return (
             f"<ModulePlan {self.graph.name} in {mebibytes:.1f} MiB: {self.latency_s * 1e3:.3g} ms,"
-            f" {self.gap:.1%} over the bound, resident {self.resident_s * 1e3:.3g} ms>"
+            f" {self.gap:.1%} over the bound, resident {self.resident_s * 1e3:.3g} ms"
+            f"{', provisional: measured beside other work' if self.profile.noise > NOISY else ''}>"
         )
 
 
@@ -281,11 +282,15 @@ def _prepared(flat: FlatCall, name: str, config: ServeConfig, searcher: str, sea
         warn_of_changed_inputs(model.lowered)
         graphs, profiles = model.lowered.graphs, model.profiles
         memory = split_budget(graphs, profiles, config.memory.of(model.weight_bytes))
+        if (noise := model.noise) > NOISY:
+            _log.warning(
+                "the plan's times are provisional: other work disturbed their measurement; plan again when the machine"
+                " is quiet",
+                extra={"fields": {"module": name, "noise": round(noise, 2)}},
+            )
         status.update(f"{name}: planning")
         if compiles_first():
-            _log.warning(
-                "the planner is compiled before its first plan: once per installation, about half a minute"
-            )
+            _log.warning(COMPILING)
         bucket = min(graphs)
         problem = Problem(graphs[bucket], profiles[bucket], memory)
         found = search(problem, searcher, limit=Limit(seconds=search_seconds))

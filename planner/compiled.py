@@ -25,6 +25,8 @@ import numpy as np
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 INTERPRET = "COHABIT_INTERPRET"
+COMPILING = "the planner is compiled before its first plan: once per installation, about half a minute"
+"""What commands say if `compiles_first`."""
 
 
 def compiled(function: _F) -> _F:

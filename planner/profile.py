@@ -44,8 +44,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True
     provisional: bool = False
     """Whether this is from a single run, without slowdowns; a full measurement replaces it."""
     noise: float = 0.0
-    """Relative excess of the median run over the fastest, or the fraction subtracted from all op times if that is
-    larger. Other work on the machine raises it."""
+    """Disturbance by other work. The largest of: the relative excess of the median run over the fastest, the fraction
+    subtracted from all op times, and the fraction of the CPUs that other processes used during the measurement."""
     host_s: float = 0.0
     """Seconds of an inference in which the host works and a discrete device idles: copies of inputs and outputs, and
     launches. Not part of any plan's latency."""

@@ -33,6 +33,14 @@ def percent(share: float) -> str:
     return f"{share * 100:.1f} %" if share < 10 else f"{share * 100:.0f} %"
 
 
+def disturbed(noise: float) -> str:
+    """Say that a profile with this much noise is provisional."""
+    return (
+        f"the times are provisional: other work disturbed the measurement by {percent(noise)}; cohabit plan MODEL"
+        " measures it again once the machine is quiet"
+    )
+
+
 def gap(latency_s: float, floor_s: float) -> str:
     """Write the excess of a time over another, in percent."""
     return percent(latency_s / floor_s - 1) if floor_s > 0 else "-"

@@ -1,6 +1,10 @@
-"""Measurements in turns: the order of turns, and ratios within a round."""
+"""Measurements in turns: the order of turns, ratios within a round, and how results are written."""
 
-from benchmarks.record import table_of
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.record import ResultData, markdown_table, record, table_of
 from benchmarks.turns import Quartiles, in_turns, turns
 
 
@@ -33,3 +37,18 @@ def test_ratios_are_taken_within_a_round() -> None:
 def test_a_cell_is_in_the_column_of_its_heading() -> None:
     rows = [{"model": "a", "ms": "1.0"}, {"ms": "2.0", "model": "b"}]
     assert table_of(rows) == "| model | ms |\n| --- | ---: |\n| a | 1.0 |\n| b | 2.0 |\n"
+
+
+def test_the_data_have_all_tables_and_the_page_those_that_are_shown(tmp_path: Path) -> None:
+    hidden = markdown_table(["model", "MiB"], [["a", "7"]], shown=False)
+    shown = table_of([{"model": "a", "ms": "1.0"}])
+    sections = ["## Memory\n", "Of each model:\n", hidden, "## Time\n\nMedians.\n", shown]
+    page = record("speed", "Speed", "benchmarks.speed", sections, tmp_path).read_text()
+    data = msgspec.json.decode((tmp_path / "data" / "speed.json").read_bytes(), type=ResultData)
+    assert [(t.section, t.about, t.header, t.rows) for t in data.tables] == [
+        ("Memory", "Of each model:", ["model", "MiB"], [["a", "7"]]),
+        ("Time", "Medians.", ["model", "ms"], [["a", "1.0"]]),
+    ]
+    assert page.endswith(f"## Time\n\nMedians.\n\n{shown}\nMore rows are in [data/speed.json](data/speed.json).\n")
+    assert "Memory" not in page
+    assert "Of each model" not in page

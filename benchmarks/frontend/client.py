@@ -1,7 +1,6 @@
 """Closed-loop clients, a process of their own: `python -m benchmarks.frontend.client PROTOCOL ADDRESS MODEL N SECONDS`.
 
-Requests are made once and sent again and again; of an answer only its end is looked for. Prints what was measured as
-JSON.
+Requests are made once and sent again and again. Prints what was measured as JSON.
 """
 
 import asyncio
@@ -33,7 +32,8 @@ class Measured:
         return self.requests / self.seconds
 
 
-def http_request(model: Trivial) -> bytes:
+def http_request(model: Trivial) -> tuple[dict[str, str], bytes]:
+    """Return the headers and the body of a request."""
     described = {
         "name": "x",
         "datatype": "FP32",
@@ -41,11 +41,7 @@ def http_request(model: Trivial) -> bytes:
         "parameters": {"binary_data_size": model.nbytes},
     }
     header = json.dumps({"inputs": [described], "parameters": {"binary_data_output": True}}).encode()
-    head = (
-        f"POST /v2/models/{model.name}/infer HTTP/1.1\r\nHost: localhost\r\n"
-        f"Content-Length: {len(header) + model.nbytes}\r\nInference-Header-Content-Length: {len(header)}\r\n\r\n"
-    )
-    return head.encode() + header + bytes(model.nbytes)
+    return {"Inference-Header-Content-Length": str(len(header))}, header + bytes(model.nbytes)
 
 
 def grpc_request(model: Trivial) -> bytes:
@@ -57,56 +53,26 @@ def grpc_request(model: Trivial) -> bytes:
     return written
 
 
-class _HttpLoop(asyncio.Protocol):
-    """One connection that sends the next request when an answer is complete."""
-
-    def __init__(self, request: bytes, end_s: float, times_s: list[float]) -> None:
-        self._request, self._end_s, self._times_s = request, end_s, times_s
-        self._received = bytearray()
-        self._answer_bytes: int | None = None
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: Any) -> None:
-        self._transport = transport
-        self._send()
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if self._answer_bytes is None and (head_end := self._received.find(b"\r\n\r\n")) >= 0:
-            head = bytes(self._received[:head_end]).lower()
-            assert b" 200 " in head[:15], bytes(self._received)
-            self._answer_bytes = head_end + 4 + int(head.split(b"content-length:")[1].split(b"\r\n")[0])
-        if self._answer_bytes is not None and len(self._received) >= self._answer_bytes:
-            self._times_s.append(time.perf_counter() - self._sent_s)
-            self._received.clear()
-            self._answer_bytes = None
-            self._send()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(exc or ConnectionError("the server closed the connection"))
-
-    def _send(self) -> None:
-        self._sent_s = time.perf_counter()
-        if self._sent_s < self._end_s:
-            self._transport.write(self._request)
-        else:
-            self.done.set_result(None)
-            self._transport.close()
-
-
 async def run_http(address: str, model: Trivial, clients: int, seconds: float) -> list[float]:
-    """Return the seconds that each request took."""
-    host, _, port = address.rpartition(":")
-    request, times_s = http_request(model), list[float]()
+    """Return the seconds that each request took; every client has a connection of its own."""
+    import aiohttp
+
+    url, (headers, body), times_s = (
+        f"http://{address}/v2/models/{model.name}/infer",
+        http_request(model),
+        list[float](),
+    )
     end_s = time.perf_counter() + seconds
-    loop = asyncio.get_running_loop()
 
-    def protocol() -> _HttpLoop:
-        return _HttpLoop(request, end_s, times_s)
+    async def client(session: aiohttp.ClientSession) -> None:
+        while (sent_s := time.perf_counter()) < end_s:
+            async with session.post(url, headers=headers, data=body) as answer:
+                answer.raise_for_status()
+                await answer.read()
+            times_s.append(time.perf_counter() - sent_s)
 
-    connections = [await loop.create_connection(protocol, host, int(port)) for _ in range(clients)]
-    await asyncio.gather(*(connection.done for _, connection in connections))
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=clients)) as session:
+        await asyncio.gather(*(client(session) for _ in range(clients)))
     return times_s
 
 

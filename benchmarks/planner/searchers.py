@@ -33,8 +33,6 @@ from cohabit.planner.sizing.fitting import split_budget
 from cohabit.planner.warm import warm
 
 DEVICES = {"V100, PCIe 3": v100_pcie3, "H100, PCIe 5": h100_pcie5, "one CPU core, file": cpu_file}
-SHOWN = "V100, PCIe 3"
-"""Whose table is on the page; the others are in the data alone."""
 SHARES = (0.125, 0.25, 0.5, 0.75)
 
 
@@ -166,7 +164,7 @@ def _tables(cases: Sequence[Case], searchers: Sequence[str], found: dict[tuple[C
                     f"{best.seconds:.1f}",
                 ]
             )
-        sections += [f"## {device}\n", markdown_table(header, rows, shown=device == SHOWN)]
+        sections += [f"## {device}\n", markdown_table(header, rows, shown=False)]
     return sections
 
 

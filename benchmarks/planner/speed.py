@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "## ResNet-152 as lowered from its export\n",
         f"{len(graph.ops)} ops, {format_bytes(graph.parameter_bytes)}; 17 ms in equal parts, 12 GB/s, 10 us per"
         " transfer.\n",
-        markdown_table(header, lowered),
+        markdown_table(header, lowered, shown=False),
         "## The first plan\n",
         "Seconds until `best` has a plan, over the memory and devices of `planner-searchers.md`, as served. The"
         " first of a kind also loads compiled loops.\n",

@@ -80,7 +80,7 @@ def statistics(networks: Sequence[str], needs: Mapping[str, int], cache: Path | 
         paper = [f"{of.needs_gb} GB", of.ops, of.sizes] if of else ["", "", ""]
         rows.append([name, f"{needs[name] / GB:.0f} GB", paper[0], len(graph.ops), paper[1], sizes, paper[2]])
     header = ["network", "memory", "paper's", "ops", "paper's", "tensor sizes", "paper's"]
-    return markdown_table(header, [[str(cell) for cell in row] for row in rows])
+    return markdown_table(header, [[str(cell) for cell in row] for row in rows], shown=False)
 
 
 def run(network: str, memory_gb: float, searcher: str, seconds: float, cache: Path | None) -> str:

@@ -103,8 +103,8 @@ class LinearProgram:
         for column, value in (fixed or {}).items():
             low[column] = high[column] = value
         right, equal = np.concatenate(self._right), np.concatenate(self._equal)
-        for rows, value in self._constants:
-            np.subtract.at(right, rows, value)
+        for rows, constants in self._constants:
+            np.subtract.at(right, rows, constants)
         row, columns, factor = (np.concatenate(parts) for parts in zip(*self._entries, strict=True))
         matrix = csr_array((factor, (row, columns)), shape=(self._rows, self._columns))
         scale = len(cost) / self.most if self.most else 1.0  # the solver treats costs below 1e-7 as zero

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from cohabit.planner.plan import Plan
-from cohabit.planner.profile import Profile
+from cohabit.planner.profile import NOISY, Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import OnProgress
 from cohabit.runtime.binding.build import build
@@ -19,6 +19,7 @@ from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.lowering.packing import processor
 from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
 from cohabit.runtime.measure.link import measured_bytes
+from cohabit.runtime.measure.other_work import current_share
 from cohabit.runtime.measure.profile import cached_profiles, measure, traced_profiles
 from cohabit.runtime.measure.stopwatch import last_level_cache_bytes
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
@@ -99,7 +100,8 @@ class CpuBackend:
             with CpuArena(measured_bytes(lowered.manifest, window)) as arena, CpuExecutor() as executor:
                 return measure(lowered, device, self.build, arena, store, executor, window, on_progress)
 
-        return lowered, cached_profiles(lowered, device, cache, measured, quick=quick)
+        profiles = cached_profiles(lowered, device, cache, measured, quick=quick, is_quiet=_is_quiet)
+        return lowered, profiles
 
     def _window_bytes(self, manifest: Manifest, store: HostStore[Bytes]) -> int:
         """Return a third of the last-level cache: copies' sources and ops' results pass through it, too.
@@ -134,3 +136,8 @@ class CpuBackend:
     def close(self) -> None:
         for executor in self._executors:
             executor.close()
+
+
+def _is_quiet() -> bool:
+    """Whether other work leaves the CPUs to a measurement."""
+    return current_share() <= NOISY

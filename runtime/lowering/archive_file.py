@@ -52,8 +52,16 @@ _SAFETENSORS = (
 )
 
 
-def _kind_of_start(start: bytes) -> str | None:
+_ONNX = "is an ONNX file, which is not supported; import the module in PyTorch with cohabit import MODULE:FUNCTION"
+_GGUF = "is a GGUF file, which is not supported; import the Hugging Face folder that it was made from"
+
+
+def _kind(path: Path, start: bytes) -> str | None:
     """Describe a file that is not a zip archive by its first bytes; None if they are unknown."""
+    if path.suffix == ".onnx":
+        return _ONNX
+    if start.startswith(b"GGUF"):
+        return _GGUF
     if start[:1] == b"\x80" and start[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # pickle protocols
         return _PICKLE
     return _SAFETENSORS if start[8:10] == b'{"' else None
@@ -115,7 +123,7 @@ class ArchiveFile:
             self._refuse_large_directory()
             self.records = zipfile.ZipFile(self._file)
         except (zipfile.BadZipFile, OSError, struct.error) as error:
-            kind = _kind_of_start(self._start())
+            kind = _kind(path, self._start())
             self._file.close()
             if kind is not None:
                 raise ArchiveError(f"{path.name} {kind}") from error

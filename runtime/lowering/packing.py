@@ -83,7 +83,8 @@ def machine() -> str:
 
     With another number of threads, oneDNN may expect another layout, and would convert the weights in every call.
     """
-    return f"{_machine()}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{_machine()}, {threads} thread{'' if threads == 1 else 's'}"
 
 
 @cache
@@ -91,7 +92,10 @@ def _machine() -> str:
     configured = torch.__config__.show().splitlines()
     onednn = next((line.strip(" -") for line in configured if "MKL-DNN" in line or "oneDNN" in line), "no oneDNN")
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{processor('cpu family', 'model', 'model name')}, {capability}, torch {torch.__version__}, {onednn}"
+    numbers = processor("cpu family", "model").split()
+    variant = f" (family {numbers[0]}, model {numbers[1]})" if len(numbers) == 2 else ""
+    onednn = onednn.partition(" (")[0]  # its hash is that of torch's version
+    return f"{processor()}{variant}, {capability}, torch {torch.__version__}, {onednn}"
 
 
 def processor(*fields: str) -> str:

@@ -15,7 +15,7 @@ from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import Graph, fingerprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Placement, Plan
-from cohabit.planner.profile import Profile
+from cohabit.planner.profile import NOISY, Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Executor
 from cohabit.runtime.binding.program import Bases, Program
@@ -29,6 +29,7 @@ from cohabit.runtime.measure.link import (
     measured_bytes,
     segment_copies,
 )
+from cohabit.runtime.measure.other_work import cpu_times, share_between
 from cohabit.runtime.measure.stopwatch import ColdCaches, measure_ops, tiny_op_seconds
 from cohabit.runtime.memory import DeviceArena, HostStore
 
@@ -51,11 +52,18 @@ Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]],
 
 
 def cached_profiles(
-    lowered: Lowered, device: str, cache: Path | None, measured: Callable[[], dict[Bucket, Profile]], *, quick: bool
+    lowered: Lowered,
+    device: str,
+    cache: Path | None,
+    measured: Callable[[], dict[Bucket, Profile]],
+    *,
+    quick: bool,
+    is_quiet: Callable[[], bool] = lambda: False,
 ) -> dict[Bucket, Profile]:
     """Return profiles by bucket, from the cache if all these graphs were measured on this device before.
 
-    Otherwise `measured` measures them. With `quick`, cached profiles may be provisional.
+    Otherwise `measured` measures them. With `quick`, cached profiles may be provisional. Without, noisy ones are
+    measured again if the machine is quiet now.
     """
 
     def paths(*, provisional: bool) -> dict[Bucket, Path]:
@@ -69,7 +77,9 @@ def cached_profiles(
         found = {bucket: _cached(path, lowered.graphs[bucket]) for bucket, path in paths(provisional=kind).items()}
         known = {bucket: profile for bucket, profile in found.items() if profile is not None}
         if len(known) == len(lowered.graphs):
-            return known
+            is_noisy = max(profile.noise for profile in known.values()) > NOISY
+            if quick or not is_noisy or not is_quiet():
+                return known
     profiles = measured()
     provisional = any(profile.provisional for profile in profiles.values())
     for bucket, path in paths(provisional=provisional).items():
@@ -115,6 +125,7 @@ def measure(
     down, are measured in the smallest bucket.
     """
     profiles: dict[Bucket, Profile] = {}
+    before = cpu_times()
     cold = ColdCaches.for_model(lowered.manifest)
     for bucket, graph in sorted(lowered.graphs.items()):
         if _scaled_from(lowered, bucket) is not None:
@@ -157,7 +168,9 @@ def measure(
             )
             noise = max(profiles[b].noise for b in known)
             profiles[bucket] = replace(links, graph=graph.fingerprint, op_seconds=op_seconds, noise=noise)
-    return profiles
+    # A steady load slows all runs alike, so that they do not differ.
+    others = share_between(before, cpu_times())
+    return {bucket: replace(own, noise=max(own.noise, others)) for bucket, own in profiles.items()}
 
 
 def without_extra(graph: Graph, op_seconds: Sequence[float], tiny_s: float) -> tuple[tuple[float, ...], float]:

@@ -42,6 +42,7 @@ from cohabit.runtime.training.owners import (
     device_of,
     distinct_storages,
     flat,
+    gradients,
     has_compiled,
     held_by_others,
     lasting,
@@ -529,7 +530,6 @@ class Budget:
 
     def _move_only_saved(self) -> None:
         """From now on, only what autograd and the optimizers own leaves memory."""
-        self._stop_seeing()
         limit_bytes, step = self._limit_bytes, self._record.step
         assert limit_bytes is not None
         assert step is not None
@@ -538,8 +538,10 @@ class Budget:
         over = step.height + self._recorded_state_bytes - limit_bytes
         for state in self._states:
             state.room = partial(self._room_of, state)
-            state.start(max(over, 0))
+            with torch._C._DisableTorchDispatch():
+                state.start(max(over, 0), self._bring_in_for_good)
             over -= state.total_bytes
+        self._stop_seeing()
         saved.others_bytes = self._state_bytes
         saved.free_others = lambda: any(state.free() for state in self._states)
         saved.has_room = self._prefetch_state
@@ -548,11 +550,26 @@ class Budget:
     def _see_ops_again(self) -> None:
         """Hold the budget by seeing ops from now on: the steps are not like the one that was recorded."""
         self._saved.limit_bytes = None
-        for state in self._states:
-            state.close()
+        residency = self._residency
+        self._see_ops([*lasting(self._owners), *gradients(self._owners)])
+        residency.limit_bytes = self._limit_bytes or NEVER
+        with torch._C._DisableTorchDispatch():
+            for state in self._states:
+                for tensor in state.returning():
+                    held = held_by_others([tensor])
+                    for storage in distinct_storages([tensor]):
+                        residency.adopt(storage, stays=id(storage) in held)
+                    residency.make_room(0)
+                state.close()
         self._states = []
-        self._see_ops(list(tensors_of(self._owners)))
-        self._residency.limit_bytes = self._limit_bytes or NEVER
+
+    def _bring_in_for_good(self, storage: Any) -> None:
+        """Bring in a storage that leaves the mode's care."""
+        tracked = self._residency.find(storage)
+        if tracked is not None:
+            self._residency.enter_stream()
+            self._residency.bring_in(tracked)
+            tracked.uses += 1
 
     def _own(self) -> None:
         self._saved.owns(distinct_storages(lasting(self._owners)))
@@ -564,7 +581,10 @@ class Budget:
         others = self._state_bytes() - state.in_bytes
         return self._saved.limit_bytes - self._updating_bytes - self._saved.in_bytes - others
 
-    def _prefetch_state(self, free_bytes: int) -> None:
+    def _prefetch_state(self, limit_bytes: int) -> None:
+        if all(state.out_bytes == 0 for state in self._states):
+            return
+        free_bytes = limit_bytes - self._state_bytes() - self._record.beside()[1]
         for state in self._states:
             free_bytes -= state.prefetch(free_bytes)
 

@@ -130,13 +130,17 @@ def tensors_of(owners: Iterable[Owner]) -> Iterator[torch.Tensor]:
     """Yield the owners' tensors: first those that `lasting` yields, then gradients and optimizers' state."""
     owners = list(owners)
     yield from lasting(owners)
-    for tensor in lasting(owners):
-        if tensor.is_leaf and tensor.grad is not None:
-            yield tensor.grad
+    yield from gradients(owners)
     for owner in owners:
         if isinstance(owner, torch.optim.Optimizer):
             for state in owner.state.values():
                 yield from state_tensors(state)
+
+
+def gradients(owners: Iterable[Owner]) -> Iterator[torch.Tensor]:
+    for tensor in lasting(owners):
+        if tensor.is_leaf and tensor.grad is not None:
+            yield tensor.grad
 
 
 def lasting(owners: Iterable[Owner]) -> Iterator[torch.Tensor]:

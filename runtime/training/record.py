@@ -76,6 +76,8 @@ class Record:
         self._began_s = clock()
         self._at = -1
         """The last event."""
+        self._looked = -1
+        """The last event that was looked at ahead."""
         self._first_pack = 0
         """Number of the step's first pack."""
         self.has_departed = False
@@ -148,7 +150,7 @@ class Record:
     def end_step(self, packs: int) -> bool:
         """The step ends; `packs` is the number of the next one's first pack. Returns whether it followed the record."""
         followed = self.step is not None and not self.has_departed
-        self._at, self._first_pack = -1, packs
+        self._at, self._looked, self._first_pack = -1, -1, packs
         self.has_departed, self._is_alike, self._ratio = False, True, 1.0
         self._began_s = self._clock()
         return followed
@@ -182,12 +184,18 @@ class Record:
         return least + int((nbytes - least) * self._ratio)
 
     def upcoming(self, first_pack: int) -> Iterator[int]:
-        """Yield storages in the order in which they are unpacked after this one, by their first pack."""
+        """Yield storages in the order in which they are unpacked after this one, by their first pack.
+
+        An event is looked at once: the next call begins with the storage at which this one ends.
+        """
         step = self.step
         if step is not None and self._is_alike:
-            for event in step.events[self._at + 1 : self._at + 1 + _UPCOMING]:
+            index = max(self._at, self._looked) + 1
+            for event in step.events[index : self._at + 1 + _UPCOMING]:
                 if event.nbytes < 0:
                     yield self._first_pack + event.number
+                self._looked = index
+                index += 1
         else:
             yield from range(first_pack - 1, first_pack - 1 - _UPCOMING, -1)
 

@@ -125,7 +125,7 @@ class SavedTensors:
         self.free_others: Callable[[], bool] = bool
         """Makes some of these leave; returns whether there were any."""
         self.has_room: Callable[[int], None] = lambda nbytes: None
-        """Called when no saved tensor is to return, and this many bytes are free."""
+        """Called with the limit when no saved tensor is out."""
         self.in_bytes = self.out_bytes = 0
         self.moved_bytes = self.waits = 0
         self.peak_bytes = self.exceeded_bytes = 0
@@ -221,11 +221,9 @@ class SavedTensors:
         self._event(nbytes, entry)
         if self.limit_bytes is None:
             return kept, version, saved, entry, _UNMOVED, (), -1
-        self._keep_within()
+        self._keep_within(self.limit_bytes)
         # Has the tensor's version counter, and no storage of its own.
-        probe = _detached(tensor)
-        if probe is tensor:  # a leaf
-            probe = tensor.detach()
+        probe = tensor.detach() if kept is tensor else kept
         probe.data = self._empty_of(tensor.dtype)
         return probe, version, saved, entry, tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
@@ -266,8 +264,8 @@ class SavedTensors:
             self._load(entry, saved, stream)
         self._needed = entry
         if self.limit_bytes is not None:
-            self._keep_within()
-            self._prefetch(entry, stream)
+            self._keep_within(self.limit_bytes)
+            self._prefetch(entry, stream, self.limit_bytes)
         if entry.state is _State.LOADING:
             copy = entry.copy
             assert copy is not None
@@ -299,19 +297,21 @@ class SavedTensors:
 
     # Room
 
-    def _keep_within(self) -> None:
+    def _keep_within(self, limit_bytes: int) -> None:
         """Begin what has to leave by the step's peak, and wait for it as far as it has to be out by now."""
-        assert self.limit_bytes is not None
         beside, coming = self.record.beside()
         others = self.others_bytes()
         # What has to be out by the highest point ahead, if what will be saved until then stays.
-        self._leave(coming + others - self.limit_bytes)
-        self._fit(beside)
+        if self.out_bytes < coming + others - limit_bytes:
+            self._leave(coming + others - limit_bytes)
+        if self.in_bytes + others + beside > limit_bytes:
+            self._fit(beside, limit_bytes)
+        else:
+            self.peak_bytes = max(self.peak_bytes, self.in_bytes + others + beside)
 
-    def _fit(self, beside: int) -> None:
+    def _fit(self, beside: int, limit_bytes: int) -> None:
         """Wait until the next ops fit: `beside` are bytes beside saved tensors and others that move."""
-        assert self.limit_bytes is not None
-        while (over := self.in_bytes + self.others_bytes() + beside - self.limit_bytes) > 0:
+        while (over := self.in_bytes + self.others_bytes() + beside - limit_bytes) > 0:
             if any(not copy.is_load for _, copy in self._copies):
                 _, copy = self._copies[0]
                 self.waits += not copy.end.is_set()
@@ -375,11 +375,15 @@ class SavedTensors:
         else:
             self._copier.begin(copy)
 
-    def _prefetch(self, entry: _Entry, stream: int) -> None:
+    def _prefetch(self, entry: _Entry, stream: int, limit_bytes: int) -> None:
         """Begin to load what is unpacked next, as far as it fits beside the next ops."""
-        assert self.limit_bytes is not None
-        free = self.limit_bytes - self.in_bytes - self.others_bytes() - self.record.soon_beside()
-        coming = 0
+        if self.out_bytes == 0:
+            self.has_room(limit_bytes)
+            return
+        coming = sum(copy.is_load for _, copy in self._copies)
+        if coming >= _AHEAD:
+            return
+        free = limit_bytes - self.in_bytes - self.others_bytes() - self.record.soon_beside()
         for number in self.record.upcoming(entry.first_pack):
             ref = self._by_pack.get(number)
             saved = None if ref is None else ref()
@@ -395,11 +399,9 @@ class SavedTensors:
                     return
                 free -= following.nbytes
                 self._load(following, saved, stream)
-            coming += following.state is not _State.IN
-            if coming >= _AHEAD:
-                return
-        if self.out_bytes == 0:
-            self.has_room(self.limit_bytes - self.others_bytes() - self.record.beside()[1])
+                coming += 1
+                if coming >= _AHEAD:
+                    return
 
     def _arrived(self, entry: _Entry, saved: _Saved, copy: StorageCopy) -> None:
         if entry.copy is not copy or entry.state is not _State.LOADING:

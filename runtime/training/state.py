@@ -20,6 +20,7 @@ from torch import optim
 from cohabit.runtime.stores.pages import give_pages_back
 from cohabit.runtime.training.copies.copying import Copier
 from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
+from cohabit.runtime.training.owners import state_tensors
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     REFERENCES,
@@ -245,13 +246,36 @@ class OptimizerState:
             self.leave_for(self.out_goal)
         self._deliver()
 
-    def start(self, goal_bytes: int) -> None:
-        """Begin to move, between two steps: so many bytes are to be out then."""
+    def start(self, goal_bytes: int, bring_in: Callable[[Any], None]) -> None:
+        """Begin to move, between two steps: so many bytes are to be out then.
+
+        Storages may be out, under a mode: `bring_in` brings one in for good. They leave one after the other, so that
+        there is no need to have all in memory at a time.
+        """
         with self.lock:
             self.is_moving = True
             self._wrap()
             self.out_goal = min(goal_bytes, self.total_bytes)
-            self.leave_for(self.out_goal)
+            for parameter in self._last_first():
+                if self.out_bytes >= self.out_goal:
+                    break
+                self._for_each_storage(parameter, bring_in)
+                self.leave(parameter)
+                self._settle()
+
+    def _for_each_storage(self, parameter: Any, call: Callable[[Any], None]) -> None:
+        for tensor in state_tensors(dict.get(self._optimizer.state, parameter)):
+            if tensor.layout is torch.strided:
+                call(tensor.untyped_storage())
+
+    def returning(self) -> Iterator[torch.Tensor]:
+        """Bring everything in, one parameter's state after the other, and yield its tensors."""
+        with self.lock:
+            self.out_goal = 0
+            for key, away in list(self._away.items()):
+                yield from state_tensors(self.back(key, away))
+            for value in dict.values(self._optimizer.state):
+                yield from state_tensors(value)
 
     def after_fork(self, lock: AbstractContextManager[Any]) -> None:
         """Continue in a forked process, which has no copy thread: what is read is loaded at once."""
@@ -344,12 +368,14 @@ class OptimizerState:
 
     def leave_for(self, goal_bytes: int) -> None:
         """Make state leave until so many bytes are out, that of the parameters that are updated last first."""
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
-        for parameter in reversed(parameters):
+        for parameter in self._last_first():
             if self.out_bytes >= goal_bytes:
                 return
             self.leave(parameter)
         self.held_bytes = max(self.held_bytes, goal_bytes - self.out_bytes)
+
+    def _last_first(self) -> list[Any]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]][::-1]
 
     def free(self) -> bool:
         """Make the state of one parameter leave now. Returns whether there was any."""

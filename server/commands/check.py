@@ -1,6 +1,7 @@
 """`cohabit check`: says whether a model can be served, in how much memory, and why not."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,11 +10,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cohabit.planner.errors import format_bytes
+from cohabit.planner.compiled import INTERPRET
+from cohabit.planner.errors import bucket_words, format_bytes
+from cohabit.planner.profile import NOISY
 from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
 from cohabit.server.config.sources import config_of, given, typed
-from cohabit.server.format import gap, make_table, milliseconds, percent, tensor_table
-from cohabit.server.repository.scan import find
+from cohabit.server.format import disturbed, gap, make_table, milliseconds, percent, tensor_table
+from cohabit.server.repository.scan import find, require_archive
 
 if TYPE_CHECKING:
     from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
@@ -54,6 +57,10 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     config = config_of({"repository": str(options.model), "memory": "1B", **settings})
     if not options.model.exists():
         find(options.model)  # raises
+    if not options.json:
+        require_archive(options.model)
+    # Few plans, each the first feasible one: compiling the planner for them would take half a minute.
+    os.environ.setdefault(INTERPRET, "1")
     with errors.status(Text(f"{options.model}: starting torch")) as status:
         from cohabit.server.deploy.servability import report
 
@@ -115,6 +122,10 @@ def _show(found: "ServabilityReport", out: Console) -> None:
         out.print(f"not enough    {sizes}: {refused[-1].reason}", soft_wrap=True)
     if any(budget.most_batch not in (None, max(found.batch_sizes)) for budget in memory.budgets):
         out.print("batches       that are not planned run in parts: their activations take memory from parameters")
+    if dynamic := [bucket for bucket in memory.activation_bytes if "x" in bucket]:
+        out.print(f"sizes         {dynamic[-1]} is batch {bucket_words(dynamic[-1])}")
+    if memory.noise > NOISY:
+        out.print(f"times         {disturbed(memory.noise)}", soft_wrap=True)
     verdict = "can be served" if found.servable else "cannot be served in every memory size of --memory"
     out.print(f"{found.name} {verdict}")
 

@@ -3,8 +3,10 @@
 import argparse
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +19,10 @@ from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sizes import write_size
 from cohabit.server.config.sources import add_flag, config_of, given, typed
 from cohabit.server.config.values import LARGEST_BATCH, integer
-from cohabit.server.errors import ConfigError
+from cohabit.server.errors import ConfigError, ImportFailed
 from cohabit.server.format import tensor_table
 from cohabit.server.importing.declared_input import largest_size, parse_input
+from cohabit.server.importing.folder_files import cached_folder
 from cohabit.server.importing.model_files import require_checkpoint, require_whole
 from cohabit.server.script import require_script
 
@@ -157,6 +160,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Import a model and print its entry. Raises ImportFailed, and other errors of loading."""
     _require_source(options)
+    path = _folder_of(options)
     # The trial load has one plan, with everything resident: compiling the planner for it would take half a minute.
     os.environ.setdefault(INTERPRET, "1")
     name = options.name or _default_name(options)
@@ -178,14 +182,14 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             return write_entry(subject, place, options.max_batch, config, progress, options.tolerance)
 
         try:
-            entry = write(_subject(options, progress))
+            entry = write(_subject(path, options, progress))
         except OneLengthOnly:
             options.sequence_length, options.max_sequence_length = options.max_sequence_length or _ONE_LENGTH, None
             note = (
                 f"the model is exported for sequences of {options.sequence_length} tokens only, because it has a loop"
                 " over them; clients pad to that, and --sequence-length chooses otherwise"
             )
-            subject = _subject(options, progress)
+            subject = _subject(path, options, progress)
             entry = write(replace(subject, notes=(*subject.notes, note)))
     _show(entry, options.repository, out)
     return 0
@@ -207,12 +211,12 @@ def _default_name(options: argparse.Namespace) -> str:
     return _UNUSUAL.sub("_", name).lstrip("-.")
 
 
-def _subject(options: argparse.Namespace, on_progress: Callable[[str], None]) -> "Subject":
+def _subject(path: Path, options: argparse.Namespace, on_progress: Callable[[str], None]) -> "Subject":
     from cohabit.server.importing.factory import from_factory
     from cohabit.server.importing.huggingface import from_folder, is_folder
     from cohabit.server.importing.huggingface_inputs import Lengths
 
-    path, most = _folder_of(options), options.max_sequence_length
+    most = options.max_sequence_length
     on_progress(f"loading {options.path}")
     if options.factory is not None:
         return from_factory(options.factory, options.inputs, path, options.key, most)
@@ -256,6 +260,20 @@ def _require_source(options: argparse.Namespace) -> None:
     _refuse_flags_of_folders(options)
     if function.rpartition(":")[0].endswith(".py"):
         require_script(function)
+    else:
+        _require_package(function)
+
+
+def _require_package(function: str) -> None:
+    """Raise ImportFailed if the package of MODULE:FUNCTION is missing."""
+    package = function.partition(":")[0].partition(".")[0]
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    if package not in sys.modules and find_spec(package) is None:
+        raise ImportFailed(
+            f"{function}: no module named '{package}', neither installed nor in this folder; run the command where its"
+            " package is, or set PYTHONPATH"
+        )
 
 
 def _folder_of(options: argparse.Namespace) -> Path:
@@ -264,8 +282,6 @@ def _folder_of(options: argparse.Namespace) -> Path:
     is_file = path.suffix in _FILES or options.factory is not None
     if path.exists() or is_file or not _HUB_NAME.fullmatch(options.path):
         return path
-    from cohabit.server.importing.huggingface import cached_folder
-
     return cached_folder(options.path)
 
 

@@ -1,35 +1,26 @@
 """`cohabit models`: lists the models of a running server and why some are not served."""
 
 import argparse
-import time
 
 import msgspec
 from rich.console import Console, Group
-from rich.live import Live
 from rich.text import Text
 
 from cohabit.server.activations import workspace_words
 from cohabit.server.commands.remote import tables
 from cohabit.server.commands.remote.client import RemoteServer, add_server_flags, server_of
 
-_PERIOD_S = 2.0
-
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = "List the models of a running server, their memory, and why some are not served."
     add_server_flags(parser)
-    parser.add_argument(
-        "--watch", action="store_true", help="refresh the table every two seconds, until interrupted"
-    )
+    tables.add_watch(parser)
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     server = server_of(options)
     if options.watch:
-        with Live(_shown(server), console=out, auto_refresh=False) as live:
-            while True:  # until it is interrupted
-                time.sleep(_PERIOD_S)
-                live.update(_shown(server), refresh=True)
+        tables.watch(out, lambda: _shown(server))
     index = server.index()
     if options.json:
         print(msgspec.json.encode(index).decode())
@@ -42,4 +33,5 @@ def _shown(server: RemoteServer, index: list[dict[str, str]] | None = None) -> G
     metrics = server.metrics()
     words = workspace_words(metrics.activations)
     said = [Text(f"of a workspace, {words}")] if words else []
+    said += tables.provisional(metrics.versions, metrics.plans)
     return Group(tables.models(server.index() if index is None else index, metrics.versions, metrics.plans), *said)

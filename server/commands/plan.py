@@ -5,6 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from cohabit.planner.compiled import COMPILING, compiles_first
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.profile import NOISY
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
@@ -15,7 +16,7 @@ from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import batches
 from cohabit.server.errors import ConfigError
-from cohabit.server.format import PLAN_WORDS, gap, make_table, milliseconds, percent, print_table
+from cohabit.server.format import PLAN_WORDS, disturbed, gap, make_table, milliseconds, print_table
 
 EXIT_INFEASIBLE = 2
 
@@ -78,6 +79,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     tried: list[int] = []
     with SearchProgress(errors) as progress:
         planned = measured_graphs(options, progress.doing)
+        if compiles_first():
+            errors.print(f"cohabit: {COMPILING}", soft_wrap=True)
         for measured in planned:
             write_graph(options.output, measured.graph)
             write_profile(options.output, measured.graph, measured.profile)
@@ -96,11 +99,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         graph, device, weight_bytes = planned[0].graph, planned[0].profile.device, planned[0].weight_bytes
         noise = max(measured.profile.noise for measured in planned)
         if noise > NOISY:
-            errors.print(
-                f"cohabit: the times are estimates: other work disturbed the profile by {percent(noise)}; when the"
-                " machine is quiet, have the model measured again with cohabit cache remeasure MODEL",
-                soft_wrap=True,
-            )
+            errors.print(f"cohabit: {disturbed(noise)}", soft_wrap=True)
         table = make_table(*_COLUMNS, "file", left=("file",))
         for row in rows:
             table.add_row(*row)

@@ -5,13 +5,13 @@ import argparse
 from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
-from cohabit.planner.profile import Link
+from cohabit.planner.profile import NOISY, Link
 from cohabit.server.commands.planning.flags import add_subject
 from cohabit.server.commands.planning.measured import measured_graphs
 from cohabit.server.commands.planning.progress import SearchProgress
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import batches
-from cohabit.server.format import make_table, milliseconds
+from cohabit.server.format import disturbed, make_table, milliseconds
 
 _SLOWEST = 5
 
@@ -29,6 +29,9 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     with SearchProgress(errors) as progress:
         measured = measured_graphs(options, progress.doing)
     first = measured[0]
+    noise = max(each.profile.noise for each in measured)
+    if noise > NOISY:
+        errors.print(f"cohabit: {disturbed(noise)}", soft_wrap=True)
     out.print(f"{first.graph.name} on {first.profile.device}")
     table = make_table("batch", "resident", "swap in", "swap out", "ops during copies", "copies during ops")
     for each in measured:

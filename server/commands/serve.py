@@ -18,6 +18,7 @@ from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.server.commands import EXIT_FAILED, exit_status
 from cohabit.server.config import sources
 from cohabit.server.config.config import ServeConfig
+from cohabit.server.repository.scan import require_repository
 from cohabit.server.rights import no_new_privileges, raise_open_file_limit
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     if effective.takes_memory_left:
         _tell_memory(effective, _teller(effective.config, errors))
     try:
+        if effective.config.bundle is None:
+            require_repository(effective.config.repository)
         refuse_impossible(effective.config, effective.origins)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve_until_stopped(effective.config, errors))

@@ -111,6 +111,11 @@ class Model:
         """Whether the model must still be measured."""
         return any(profile.provisional for profile in self.profiles.values())
 
+    @property
+    def noise(self) -> float:
+        """Disturbance of its profiles by other work."""
+        return max(profile.noise for profile in self.profiles.values())
+
     def plan_batches_to(self, most: int) -> None:
         """Split batches that are larger than `most`."""
         self.most_batch = most if most < max(self.lowered.graphs).batch else None
@@ -144,6 +149,7 @@ class Model:
                 for b, p in self.plans.items()
                 if p.provenance is not None
             },
+            noise=None if self.is_provisional else self.noise,
             lane=self.lane,
             activation_bytes={bucket: plan.pool_bytes or 0 for bucket, plan in self.plans.items()},
         )

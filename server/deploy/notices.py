@@ -98,7 +98,7 @@ def warn_of_random_ops(lowered: Lowered) -> None:
 
 def warn_of_noise(models: Sequence[Model], *, measured_again: bool) -> None:
     """Log, in one line, the models with noisy measurements, and when these are repeated."""
-    noise = {m.key.name: max(profile.noise for profile in m.profiles.values()) for m in models}
+    noise = {m.key.name: m.noise for m in models}
     if noisy := {name: share for name, share in noise.items() if share > NOISY}:
         when = "once it is quiet" if measured_again else "at the next start after `cohabit cache remeasure MODEL`"
         fields = {"models": sorted(noisy), "noise": round(max(noisy.values()), 2), "limit": NOISY}

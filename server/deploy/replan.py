@@ -154,8 +154,7 @@ class Replanner:
         if model.load_id in self._measured_again or model.is_provisional:
             return False
         correction = self._lanes[model.lane].correction(model.key)
-        noise = max(profile.noise for profile in model.profiles.values())
-        return noise > NOISY or not 1 / DISAGREEING <= correction <= DISAGREEING
+        return model.noise > NOISY or not 1 / DISAGREEING <= correction <= DISAGREEING
 
     async def _improve_all(self, models: Sequence[Model], plan_next_start: bool) -> None:
         """Improve all models, then raise the last OSError. The next try skips improved models."""

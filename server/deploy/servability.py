@@ -62,6 +62,8 @@ class MemoryReport(msgspec.Struct, frozen=True):
     """Activations and scratch, by bucket."""
     activations: str
     """Largest activations, and those of smaller batch sizes, as text."""
+    noise: float
+    """Disturbance of the measured times by other work."""
 
 
 class ServabilityReport(msgspec.Struct, frozen=True):
@@ -152,6 +154,7 @@ def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) ->
             Activations(demand.name, bucket.batch, str(bucket), footprint.activation_bytes)
             for bucket, footprint in kept.footprints.items()
         ),
+        model.noise,
     )
 
 

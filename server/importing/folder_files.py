@@ -1,6 +1,7 @@
 """Files of a Hugging Face model directory, checked before anything is read: a foreign directory is data."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,25 @@ _MOST_PARTS = 1 << 16
 _MOST_CLASSES = 1 << 20
 _COUNTS_PARTS = re.compile(r"layers?|blocks?|depths?|stages?|experts")
 _CLASSES = ("num_labels", "num_classes")
+
+
+def cached_folder(name: str) -> Path:
+    """Return the folder of a hub's model in Hugging Face's local cache. Raises ImportFailed if it is missing."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        from huggingface_hub import constants, snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    except ModuleNotFoundError as error:
+        raise ImportFailed(
+            f"{name}: hub names need the package {error.name}; pip install 'transformers>=5', or give a folder"
+        ) from error
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ImportFailed(
+            f"{name} is neither a path here nor in the local Hugging Face cache ({constants.HF_HUB_CACHE}); importing"
+            f" never uses the network: download it with `hf download {name}`, or give its folder"
+        ) from error
 
 
 def read_object(path: Path) -> dict[str, Any]:

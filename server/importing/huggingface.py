@@ -62,25 +62,6 @@ def _named_tensors(model: nn.Module, wanted: Sequence[str] | None, **inputs: tor
     return tensors if wanted is None else {name: tensors[name] for name in wanted}
 
 
-def cached_folder(name: str) -> Path:
-    """Return the folder of a hub's model in Hugging Face's local cache. Raises ImportFailed if it is missing."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-    except ModuleNotFoundError as error:
-        raise ImportFailed(
-            f"{name}: hub names need the package {error.name}; pip install 'transformers>=5', or give a folder"
-        ) from error
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ImportFailed(
-            f"{name} is neither a path here nor in the local Hugging Face cache ({constants.HF_HUB_CACHE}); importing"
-            f" never uses the network: download it with `hf download {name}`, or give its folder"
-        ) from error
-
-
 def is_folder(path: Path) -> bool:
     return (path / _CONFIG).is_file()
 

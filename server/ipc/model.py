@@ -115,6 +115,8 @@ class ModelFootprint(msgspec.Struct, frozen=True):
     """Bytes of the workspace used by activations and scratch, by bucket."""
     searches: dict[Bucket, tuple[str, int]] = {}
     """The search that found each plan, such as `best (genetic)`, and the number of candidates that it tried."""
+    noise: float | None = None
+    """Disturbance of the measured times by other work (`Profile.noise`); None if they are from a single run."""
 
     @property
     def fields(self) -> dict[str, object]:

@@ -270,6 +270,12 @@ _METRICS = (
         ],
     ),
     _metric(
+        "cohabit_profile_noise",
+        "gauge",
+        "Fraction by which other work disturbed the measurement of the plans' times",
+        lambda view: [] if view.entry.footprint.noise is None else [({}, view.entry.footprint.noise)],
+    ),
+    _metric(
         "cohabit_sequences",
         "gauge",
         "Sequences with kept state",

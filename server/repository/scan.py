@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
+from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, ArchiveFile
 from cohabit.server.errors import RepositoryError, did_you_mean
 from cohabit.server.file_state import FileState
 from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
@@ -33,17 +33,36 @@ def scan(repository: Path, may_be_empty: bool = False) -> list[ScannedVersion]:
     Raises RepositoryError if there are no models.
     """
     try:
-        root = repository.resolve(strict=True)
-        _refuse_part(root)
+        root = require_repository(repository)
         folders = sorted(entry for entry in root.iterdir() if not entry.name.startswith("."))
-    except FileNotFoundError as error:
-        raise RepositoryError(f"model repository {repository} does not exist") from error
     except OSError as error:
         raise RepositoryError(f"model repository {repository} cannot be read: {error}") from error
     models = list(_models(folders, root))
     if not models and not may_be_empty:
         raise RepositoryError(f"model repository {repository} is empty; put models there as NAME/1/{_PROGRAM}")
     return models
+
+
+def require_repository(repository: Path) -> Path:
+    """Return a repository's folder, with links resolved.
+
+    Raises RepositoryError if it is missing, or a part of a repository.
+    """
+    try:
+        root = repository.resolve(strict=True)
+    except FileNotFoundError as error:
+        raise RepositoryError(f"model repository {repository} does not exist") from error
+    _refuse_part(root)
+    return root
+
+
+def require_archive(path: Path) -> None:
+    """Raise CohabitError if a file is something else than a `.pt2` archive, without importing torch."""
+    if not path.is_file():
+        return
+    with ArchiveFile(path) as archive:
+        if (kind := archive.other_kind) is not None:
+            raise RepositoryError(f"{path} {kind}")
 
 
 def _refuse_part(path: Path) -> None:

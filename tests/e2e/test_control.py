@@ -21,7 +21,6 @@ from cohabit.server.cli import main
 from cohabit.server.deploy import elastic as elastic_module
 from cohabit.server.deploy import place, prepare
 from cohabit.server.deploy.model import Model, Plans, Programs
-from cohabit.server.deploy.worker import MOST_PREPARING
 from cohabit.server.errors import ConfigError
 from cohabit.server.repository.sources import ModelSource
 from tests.support.e2e.serving import eventually, repository_index, serving
@@ -178,8 +177,9 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
         assert not running & {id(p) for p in released}
 
 
-def test_200_moves_under_requests_lose_none_and_change_no_bit(
-    stacks: Stacks, fixed_plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_moves_under_requests_lose_none_and_change_no_bit(
+    stacks: Stacks, fixed_plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Memory is divided again again and again, so that each of three models has the most of it in turn."""
     names = "abc"
@@ -221,21 +221,21 @@ def test_200_moves_under_requests_lose_none_and_change_no_bit(
             for name in names:
                 clients.submit(ask_on, name)
             try:
-                for popular in itertools.islice(itertools.cycle(list(requests)), 300):
+                for popular in itertools.islice(itertools.cycle(list(requests)), 3 * count // 2):
                     server.on_loop(elastic.check())  # a window begins
                     requests[popular] += 1000
                     server.on_loop(elastic.check())
                     sizes = held(server)
                     assert max(sizes, key=lambda name: sizes[name]) == popular.partition(":")[0]
-                    if len(moved) >= 200:
+                    if len(moved) >= count:
                         break
             finally:
                 stop.set()
         assert wrong == []
-        assert len(moved) >= 200
+        assert len(moved) >= count
         use = placement.memory.use()
         assert use.partition_bytes + use.workspace_bytes + use.free_bytes == placement.memory.partitions.arena_bytes
-        assert server.engine.report().device.divisions == elastic.divisions > 50
+        assert server.engine.report().device.divisions == elastic.divisions > count // 4
 
 
 def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(
@@ -421,10 +421,12 @@ def test_models_that_come_and_go_leave_nothing_behind(
         assert repository_index(server.address).keys() == {"a"}
 
 
-def test_four_models_at_a_time_are_prepared_while_others_are_served(
+def test_a_limited_number_of_models_is_prepared_at_a_time_while_others_are_served(
     stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names, gate, lock, under_way, most = "abcdef", threading.Event(), threading.Lock(), list[str](), 0
+    """The limit is smaller here than a server's: each of its processes takes seconds to import torch."""
+    names, limit, gate, lock, under_way, most = "abc", 2, threading.Event(), threading.Lock(), list[str](), 0
+    monkeypatch.setattr(place, "MOST_PREPARING", limit)
     opened = place.prepare
 
     def waiting(source: ModelSource, *arguments: Any, **options: Any) -> Model:
@@ -432,7 +434,7 @@ def test_four_models_at_a_time_are_prepared_while_others_are_served(
         with lock:
             under_way.append(source.name)
             most = max(most, len(under_way))
-        assert gate.wait(120)
+        gate.wait()
         try:
             return opened(source, *arguments, **options)
         finally:
@@ -444,12 +446,14 @@ def test_four_models_at_a_time_are_prepared_while_others_are_served(
     with controlled(tmp_path, "40MiB", plans) as (server, _), ThreadPoolExecutor(len(names)) as clients:
         monkeypatch.setattr(place, "prepare", waiting)
         loads = [clients.submit(server.on_loop, server.engine.lifecycle.load(name, None)) for name in names]
-        eventually(lambda: all(e.get("state") == "LOADING" for e in repository_index(server.address).values()))
-        eventually(lambda: len(under_way) == MOST_PREPARING)
-        repository_index(server.address)  # the event loop has gone round
-        assert len(under_way) == MOST_PREPARING
-        gate.set()
+        try:
+            eventually(lambda: all(e.get("state") == "LOADING" for e in repository_index(server.address).values()))
+            eventually(lambda: len(under_way) == limit)
+            repository_index(server.address)  # the event loop has gone round
+            assert len(under_way) == limit
+        finally:
+            gate.set()
         for load in loads:
             load.result()
-        assert most == MOST_PREPARING
+        assert most == limit
         assert all(is_answer_of(0, answer(server, name)) for name in names)

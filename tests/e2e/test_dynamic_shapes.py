@@ -42,7 +42,7 @@ class Encoder(torch.nn.Module):
         config = BertConfig(
             vocab_size=VOCABULARY,
             hidden_size=256,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             intermediate_size=1024,
             attn_implementation="sdpa",

@@ -138,10 +138,12 @@ def test_a_start_after_a_kill_has_the_partitions_and_plans_that_were_in_use(
             ended.wait(60)
             raise OSError("the server has been killed")
         slow = measured(model, *arguments, **options)
-        for path in (cache / "profiles").iterdir():  # as on a machine on which ops take other times than when traced
+        # As on a machine on which ops take other times than when traced.
+        for path in (cache / "profiles").iterdir():
             kept = profile_format.decode(cache_file.read(path))
             if not kept.provisional:
-                slower = replace(kept, op_seconds=tuple(s * (20 if i % 2 else 1) for i, s in enumerate(kept.op_seconds)))
+                seconds = tuple(s * (20 if i % 2 else 1) for i, s in enumerate(kept.op_seconds))
+                slower = replace(kept, op_seconds=seconds)
                 cache_file.write(path, profile_format.encode(slower))
                 slow = {b: slower if p.graph == slower.graph else p for b, p in slow.items()}
         return slow

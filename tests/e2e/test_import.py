@@ -76,7 +76,7 @@ POSITIONS = [
 
 def bert(folder: Path) -> None:
     config = BertConfig(
-        vocab_size=90, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=90, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
         max_position_embeddings=16,
     )  # fmt: skip
     BertModel(config).save_pretrained(folder)
@@ -87,7 +87,7 @@ def bert(folder: Path) -> None:
 
 def vit(folder: Path) -> None:
     config = ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8,
         id2label=CLASSES, label2id={name: index for index, name in CLASSES.items()},
     )  # fmt: skip
     ViTForImageClassification(config).save_pretrained(folder)

@@ -28,6 +28,7 @@ from cohabit.server.repository.sources import ModelSource
 from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime.test_archive import read
 from tests.support.e2e.calls import fail_unexpectedly, is_imported
+from tests.support.e2e.serving import eventually
 from tests.support.runtime import models
 
 
@@ -112,6 +113,7 @@ def test_a_process_that_has_opened_a_cuda_device_ends_with_its_call_and_a_new_on
 def test_what_can_wait_is_called_alone_in_processes_that_compile_the_planner() -> None:
     with closing(WorkerProcesses(most=2)) as workers, ThreadPoolExecutor(3) as threads:
         endless = threads.submit(workers.call_low_priority, signal.pause)
+        eventually(lambda: bool(workers._busy))
         behind = threads.submit(workers.call_low_priority, os.getpid)
         assert workers.call(os.getenv, "COHABIT_INTERPRET") == "1", "what is waited for goes first"
         assert not endless.done()

@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import pickle
+import random
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,11 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 import cohabit
 from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.heap import release_free_memory, resident_bytes
 from cohabit.runtime.training.budget import Budget
 from cohabit.runtime.training.copies.spill import FileSpill, RamSpill, capacity_for
+from cohabit.runtime.training.process_limit import ProcessLimit
+from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.tracked import LEAST_BYTES
 
 WIDTH, ROWS, STEPS = 128, 256, 5
+VARYING_STEPS = 30
 Loop = Callable[[nn.Module, torch.optim.Optimizer], list[float]]
 
 
@@ -421,6 +426,94 @@ def test_after_a_step_that_exceeds_the_budget_ops_are_seen_and_hold_it(store: Li
     assert limits.limit_bytes is not None
     assert limits.exceeded_bytes > 0
     assert peak <= limits.limit_bytes
+
+
+def trained_while_counted(
+    monkeypatch: pytest.MonkeyPatch, memory: str, rows: list[int]
+) -> tuple[list[int], int, list[torch.Tensor]]:
+    """Return the most bytes that the mode had in memory in each step, and the limit."""
+    allocated, peaks = Residency._allocated, list[int]()
+
+    def noted(residency: Residency, nbytes: int) -> None:
+        allocated(residency, nbytes)
+        peaks[-1] = max(peaks[-1], residency.used_bytes)
+
+    monkeypatch.setattr(Residency, "_allocated", noted)
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(12)])
+    optimizer = torch.optim.AdamW(net.parameters())
+    peaks.append(0)
+    with cohabit.budget(memory, net, optimizer) as limits:
+        for number in rows:
+            peaks.append(0)
+            step(net, optimizer, torch.ones(number, WIDTH))
+        assert limits.limit_bytes is not None
+        return peaks[2:], limits.limit_bytes, state_of(net, optimizer)
+
+
+@pytest.mark.parametrize("memory", ["90%", "80%", "70%"])
+def test_memory_is_kept_also_where_seeing_ops_ends(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has left under the mode, and leaves without it, is never all in memory."""
+    peaks, limit_bytes, _ = trained_while_counted(monkeypatch, memory, [64] * 4)
+    assert 0 < max(peaks) <= limit_bytes
+
+
+def test_memory_is_kept_also_where_seeing_ops_begins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks, limit_bytes, state = trained_while_counted(monkeypatch, "75%", [64, 64, 64, 640, 64, 64])
+    assert peaks[-1] > 0, "ops are seen"
+    assert max(peaks[-2:]) <= limit_bytes
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(12)])
+    optimizer = torch.optim.AdamW(net.parameters())
+    for number in (64, 64, 64, 640, 64, 64):
+        step(net, optimizer, torch.ones(number, WIDTH))
+    assert all(map(torch.equal, state, state_of(net, optimizer)))
+
+
+def test_steps_of_varying_lengths_leave_the_process_and_its_file_flat(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    net, optimizer = made(torch.optim.SGD)
+
+    def run(limits: Budget, count: int) -> tuple[int, int]:
+        """Return the process's bytes, and the file's."""
+        for _ in range(count):
+            step(net, optimizer, torch.ones(generator.randrange(8, ROWS), WIDTH))
+        gc.collect()
+        release_free_memory()
+        return resident_bytes(), os.fstat(limits._residency.spill.descriptor).st_blocks * 512  # type: ignore[attr-defined]
+
+    with cohabit.budget("60%", net, optimizer, store="file", folder=tmp_path) as limits:
+        step(net, optimizer, torch.ones(ROWS, WIDTH))
+        process_bytes, _ = run(limits, 15)
+        later_process_bytes, later_file_bytes = run(limits, VARYING_STEPS)
+        assert limits.limit_bytes is not None
+        most_bytes = limits.limit_bytes  # of tensors in memory: fewer are out
+    assert later_process_bytes - process_bytes < 4 << 20
+    assert later_file_bytes <= most_bytes
+
+
+def test_the_process_shrinks_by_what_leaves(tmp_path: Path) -> None:
+    """Measured by the system, not by the budget's count."""
+    blocks = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)]
+    net = nn.Sequential(*blocks)
+    optimizer, batch = torch.optim.SGD(net.parameters()), torch.ones(2048, 512)
+    measured = ProcessLimit(1 << 40)
+
+    def peak() -> int:
+        gc.collect()
+        release_free_memory()
+        before = measured.start_peak()
+        step(net, optimizer, batch)
+        return measured.peak_bytes() - before
+
+    step(net, optimizer, batch)
+    whole = peak()
+    with cohabit.budget("50%", net, optimizer, store="file", folder=tmp_path) as limits:
+        for _ in range(3):
+            step(net, optimizer, batch)
+        assert limits._mode is None
+        assert peak() < 0.7 * whole
+    measured.close()
 
 
 def test_a_compiled_module_stays_compiled() -> None:

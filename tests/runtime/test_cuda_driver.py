@@ -4,9 +4,7 @@ import ctypes
 import gc
 import itertools
 import os
-import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -285,12 +283,6 @@ def test_pinned_memory_stays_while_it_is_registered(driver: CudaDriver) -> None:
     assert address not in driver_module._registered
 
 
-def captured(driver: CudaDriver, stream: Any) -> Any:
-    pool: Any = SimpleNamespace(id=(0, 1), use_count=1)
-    with driver.on(stream):
-        return driver.capture(pool, lambda: None)
-
-
 def test_what_may_be_in_flight_at_once_has_staging_memory_of_its_own(
     driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,68 +316,6 @@ def test_what_may_be_in_flight_at_once_has_staging_memory_of_its_own(
         stage("no memory", Stream(9))
 
 
-def test_workspaces_are_made_again_once_per_stream_when_graphs_are_released(driver: CudaDriver) -> None:
-    """Torch 2.12 releases those of a graph's stream, although other graphs use them. Other streams go on meanwhile."""
-    first, second = Stream(7), Stream(8)
-    driver._adopted[threading.current_thread()] = {7, 8}
-    own = [captured(driver, stream) for stream in (first, first, second, first)]
-    entries = driver.left  # type: ignore[attr-defined]
-    assert not [entry for entry in entries if entry[0] == "pool"]
-    entries.clear()
-    driver.release(own)
-    assert [graph.calls for graph in graphs] == [["begin", "end", "reset"]] * 4
-    assert [entry for entry in entries if entry[0] in ("pool", "synchronize")] == [("pool", driver._libraries)] * 2
-    assert (first.synchronized, second.synchronized) == (1, 1)
-
-
-def test_a_graph_of_copies_has_no_workspaces(driver: CudaDriver) -> None:
-    """Its stream runs no kernels: 34 MiB would be taken for nothing."""
-    driver._adopted[threading.current_thread()] = {8}
-    driver.release([captured(driver, Stream(7))])
-    assert ("pool", driver._libraries) not in driver.left  # type: ignore[attr-defined]
-
-
-def test_a_thread_is_adopted_even_if_an_earlier_one_had_its_number(
-    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(threading, "get_ident", lambda: 1)
-    adopted: list[str] = []
-    monkeypatch.setattr(driver, "_make_workspaces", lambda stream: adopted.append(threading.current_thread().name))
-    compute = driver.stream()
-    for name in ("first", "second"):
-
-        def adopt() -> None:
-            driver.adopt_thread(compute)
-            driver.adopt_thread(compute)
-
-        thread = threading.Thread(target=adopt, name=name)
-        thread.start()
-        thread.join()
-    assert adopted == ["first", "second"]
-
-
-def test_events_go_to_the_stream_that_the_driver_has_set(driver: CudaDriver) -> None:
-    """Op by op, an inference has hundreds of them, and to ask torch for its stream costs as much as a launch."""
-    outer, inner = SimpleNamespace(cuda_stream=1), SimpleNamespace(cuda_stream=2)
-    seen: list[int] = []
-    event: Any = SimpleNamespace(
-        record=lambda stream: seen.append(stream.cuda_stream), wait=lambda stream: seen.append(stream.cuda_stream)
-    )
-    driver.left.clear()  # type: ignore[attr-defined]
-    with driver.on(outer):  # type: ignore[arg-type]
-        driver.record(event)
-        with driver.on(inner):  # type: ignore[arg-type]
-            driver.wait(event)
-        driver.wait(event)
-    assert seen == [1, 2, 1]
-    entries = driver.left  # type: ignore[attr-defined]
-    assert entries == [("current_stream",), *(("set_stream", n) for n in (1, 2, 1, 7))]
-    elsewhere = threading.Thread(target=lambda: driver.record(event))
-    elsewhere.start()
-    elsewhere.join()
-    assert seen[-1] == 7, "another thread has a current stream of its own"
-
-
 def test_streams_are_refused_before_torch_gives_the_first_one_out_again(driver: CudaDriver) -> None:
     for _ in range(32):
         driver.stream()
@@ -406,19 +336,6 @@ def test_what_is_open_at_exit_is_closed_graphs_first(driver: CudaDriver, monkeyp
     assert graphs[0].calls[-1] == "reset"
     assert pool not in pools._open
     assert graph not in driver_module._graphs
-
-
-def test_what_is_open_is_closed_when_the_interpreter_exits() -> None:
-    code = """
-from cohabit.runtime.cuda import driver
-class Graph:
-    def reset(self):
-        print("closed")
-graph = Graph()
-driver._graphs.add(graph)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "closed\n"
 
 
 @pytest.mark.parametrize("known", [b"GPU-1-2", b"MIG-1-2"])
@@ -492,18 +409,6 @@ def test_settings_of_torch_s_allocator_that_exclude_pools_of_our_own_are_refused
     monkeypatch.setenv(variable, given)
     with pytest.raises(DeviceError, match=f"{variable} has {named}, with which .*; unset {variable}, or leave"):
         CudaDriver.open()
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        "",
-        "backend:native,expandable_segments:False",
-        "garbage_collection_threshold:0.8,pinned_use_cuda_host_register:True",
-    ],
-)
-def test_other_settings_of_torch_s_allocator_are_the_user_s(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    driver_module._refuse_allocator_settings({"PYTORCH_CUDA_ALLOC_CONF": given})
 
 
 class Switch:

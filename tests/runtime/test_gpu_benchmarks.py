@@ -1,6 +1,5 @@
 """The GPU benchmarks run from end to end on the fake device, so that a lent GPU's minutes go into measuring."""
 
-import inspect
 import json
 import os
 import re
@@ -13,17 +12,14 @@ from typing import Any, get_args
 import msgspec
 import pytest
 import torch
-from torch import nn
 
-from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2, texts, training
+from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2, training
 from benchmarks.gpu.steps import Step
 from benchmarks.training_nets import Net, WideResNet
 from cohabit.planner.sizing.problem import LayoutName
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling import link, measure
-from cohabit.runtime.lowering import lower as lower_module
-from cohabit.runtime.options import CUDA_DEFAULTS, DEFAULTS, Options
-from tests.support.runtime import gpu_dry_run
+from cohabit.runtime.options import DEFAULTS
 from tests.support.runtime.cuda_fake import FakeDriver, pinned_array
 
 MIB = 1 << 20
@@ -77,77 +73,6 @@ def test_table_2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert "exact, batch 1, 0 MB: resnet152" in written, "a budget that is too small is a note"
     assert "- *exact*: float32 without TF32, NCHW, convolutions not fused" in written
     assert re.search(r"8 MB \| 500\.00 \| 500\.00 \| .* \| 0\.\d\dx \|", written), "beside eager PyTorch"
-
-
-def test_what_users_run_comes_first_and_every_setting_is_told() -> None:
-    (name, options, _), *_ = table2.SETTINGS
-    assert table2.cells()[0] == f"{name}, batch 1"
-    assert options == CUDA_DEFAULTS == inspect.signature(common.resnet).parameters["options"].default
-    told = [common.described(options) for _, options, _ in table2.SETTINGS]
-    assert told == [
-        "float32 TF32 in cuDNN alone, channels last, convolutions fused",
-        "float32 without TF32, NCHW, convolutions not fused",
-        "float32 TF32, channels last, convolutions fused",
-        f"{told[0]}, weights stored and copied in int8",
-        "float16, channels last, convolutions fused",
-    ]
-    for step in (figure8.STEP, memory.STEP, cold.STEP):
-        assert told[0] in step.sections([], [])[0]
-
-
-def test_eager_pytorch_computes_with_the_setting_it_stands_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver, to = FakeDriver(), nn.Module.to
-    models: list[nn.Module] = []
-    monkeypatch.setattr(
-        nn.Module, "to", lambda m, *args, **kwargs: to(m, *(a for a in args if a != "cuda"), **kwargs)
-    )
-    monkeypatch.setattr(common, "resnet152", lambda layout: models.append(resnet.resnet152(layout)) or models[-1])
-
-    def run(run: Any, batch: int) -> float:
-        assert run(torch.zeros(batch, *resnet.INPUT)).dtype is torch.float32
-        assert (batch, driver.tf32_allowed) == (2, ["cudnn"])
-        return 0.25
-
-    monkeypatch.setattr(common, "seconds_of", run)
-    given = CudaBackend(driver), 2, Options("float16", tf32="cudnn"), torch.channels_last
-    assert common.eager_s(*given) == 0.25
-    weights = [p for p in models[0].parameters() if p.dim() == 4]
-    assert all(w.dtype is torch.float16 and w.is_contiguous(memory_format=torch.channels_last) for w in weights)
-
-
-@slow
-def test_a_setting_is_lowered_once_and_its_rows_are_not_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """To lower ResNet-152, and to run it on a CPU at the largest batch, would take the device's minutes."""
-
-    def compare(*_: object) -> None:
-        raise AssertionError("rows are compared")
-
-    monkeypatch.setattr(lower_module, "find_interaction", compare)
-    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (9,), 2: (9,)})
-    monkeypatch.setattr(table2, "SETTINGS", (("exact", DEFAULTS, (1, 2)),))
-    for cell in table2.cells():
-        written = measured(table2.STEP, cell, tmp_path)
-    assert "exact, batch 1, 9 MB |" in written
-    assert "exact, batch 2, 9 MB |" in written
-    assert len(list((tmp_path / "gpu" / "lowered").rglob("program-*.json"))) == 1
-
-
-@slow
-def test_table_2_has_rows_of_programs_that_could_not_be_captured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def uncapturable() -> CudaBackend:
-        driver = FakeDriver(total_bytes=8 << 30)
-        driver.uncapturable = "the test says so"
-        return CudaBackend(driver)
-
-    monkeypatch.setattr(table2, "open_gpu", uncapturable)
-    monkeypatch.setattr(table2, "BUDGETS_MB", {1: (9,)})
-    monkeypatch.setattr(table2, "SETTINGS", (("exact", DEFAULTS, (1,)),))
-    (cell,) = table2.cells()
-    assert "exact, batch 1, 9 MB |" in measured(table2.STEP, cell, tmp_path)
 
 
 @slow
@@ -217,17 +142,6 @@ def test_copies_by_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert "| to the device, pin_memory=True, 1024 KiB | 1 |" in written
 
 
-def test_the_plain_copy_is_that_of_the_faster_kind_of_pinned_memory() -> None:
-    rows = [
-        copies.Row("to the device", 4 * MIB, 64, 0.01),
-        copies.Row("to the device", copies.WHOLE_BYTES, 1, 0.009),
-        copies.Row(copies.BY_TORCH, copies.WHOLE_BYTES, 1, 0.008),
-    ]
-    written = "\n".join(copies.STEP.sections(rows, []))
-    assert "| 80.0% |" in written
-    assert "| 88.9% |" in written
-
-
 FAKE_STEP = """
 import ctypes, sys
 from benchmarks.gpu import steps
@@ -266,7 +180,7 @@ def test_a_cell_that_crashes_costs_itself_only(tmp_path: Path) -> None:
     assert "crashes: ended with status -11: " in written
     assert "Segmentation fault" in written, "the log is packed in"
     assert '{"row":{"cell":"works"}}' in written, "and so are the rows"
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["gpu-fake_step.md"]
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {"gpu-fake_step.md", "data"}
 
 
 def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -282,22 +196,6 @@ def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPa
     assert "ours: ended after 110 s" in written
     assert steps.main(cold.STEP, ["--output", str(tmp_path), "--cells", "ours", "--seconds", "0"]) == 1
     assert "The time ran out: not measured are ours." in (tmp_path / "gpu-cold.md").read_text()
-
-
-def test_a_file_that_cannot_be_imported_does_not_keep_the_other_tests_from_running(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The machine may lack a package that the server needs and the device does not."""
-    folder = tmp_path / "tests" / "runtime"
-    folder.mkdir(parents=True)
-    (folder / "test_absent.py").write_text("import a_package_that_is_not_here")
-    (folder / "test_device.py").write_text("import pytest\n\n@pytest.mark.gpu\ndef test_it(): pass\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "GPU_TESTS", ("tests/runtime/test_absent.py", "tests/runtime/test_device.py"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert run.main(["tests", "--output", str(tmp_path)]) == 1
-    assert "1 passed" in (tmp_path / "gpu-tests.md").read_text()
-    assert not (tmp_path / "gpu-tests.log").exists()
 
 
 def test_the_files_with_gpu_tests_are_named(tmp_path: Path) -> None:
@@ -316,51 +214,3 @@ def test_the_files_with_gpu_tests_are_named(tmp_path: Path) -> None:
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["table2"]) == run.NO_GPU
     assert "no GPU" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_gpu_is_not_a_success_of_make() -> None:
-    command = ["make", "-C", str(ROOT), "gpu-check", "GPU_STEPS=copies", f"GPU_PYTHON={sys.executable}"]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "nothing was tested or measured" in done.stderr
-
-
-@pytest.mark.parametrize("variables", [["OUT=/elsewhere"], ["OUT=/given", "GPU_OUTPUT=/elsewhere"]])
-def test_results_go_to_the_folder_that_a_lent_machine_names(variables: list[str]) -> None:
-    command = ["make", "-n", "-C", str(ROOT), "gpu-check", *variables]
-    assert '--output "/elsewhere"' in subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def test_tests_that_take_longer_than_their_time_are_ended_and_leave_their_log(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def hang(command: Sequence[str], *, timeout: float | None = None, **options: Any) -> None:
-        if timeout is None:
-            raise FileNotFoundError("this machine has no git")
-        options["stdout"].write(b"test_it PASSED")
-        options["stdout"].flush()
-        raise subprocess.TimeoutExpired(command, timeout)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run.subprocess, "run", hang)
-    assert run.main(["tests", "--output", str(tmp_path), "--seconds", "20"]) == 1
-    written = (tmp_path / "gpu-tests.md").read_text()
-    assert "The tests took longer than 20 s." in written
-    assert "test_it PASSED" in written
-
-
-def test_the_dry_run_has_a_cell_of_every_step_and_leaves_out_tests_that_exist() -> None:
-    needing_a_server = {texts.STEP.name}
-    assert {step.name for step in gpu_dry_run.CELLS} == set(run.STEPS) - {run.TESTS} - needing_a_server
-    written = (ROOT / "tests" / "runtime" / "test_cuda_gpu.py").read_text()
-    assert all(f"def {name}(" in written for name in gpu_dry_run.NEED_A_DEVICE)
-
-
-def test_an_unknown_step_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run.main(["tabel2"])
-    assert (
-        "no steps: tabel2; there are tests, table2, copies, figure8, memory, cold, texts, training"
-        in capsys.readouterr().err
-    )

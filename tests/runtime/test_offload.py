@@ -13,7 +13,6 @@ from msgspec import structs
 
 import cohabit.runtime.measure.link
 import cohabit.runtime.stores.host
-from benchmarks.streaming import serialised
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Compute, Drop, Plan, SwapIn, SwapOut
@@ -29,7 +28,7 @@ from cohabit.runtime.recording import Recording
 from cohabit.runtime.stores.host import LimitedStore, RamStore, open_store
 from tests.support.planner.reference import live_bytes
 from tests.support.runtime.backends import Bench, cpu, opened
-from tests.support.runtime.observing import addresses, note_held
+from tests.support.runtime.observing import addresses, note_held, serialised
 from tests.support.runtime.plans import offloading_plan
 
 SPILLING = [

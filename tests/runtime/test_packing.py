@@ -154,20 +154,6 @@ def test_reduced_precision_is_packed_where_the_processor_has_it(
     assert any(pieces(lowered).values()) == packing.supports(getattr(torch, dtype))
 
 
-def test_layouts_are_chosen_by_time_where_sizes_want_different_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(32, 32, 3, 3)
-    window = ([1, 1], [1, 1], [1, 1], 1)
-    packed = {size: torch.full((1,), float(size)) for size in (1, 2, 3)}
-    monkeypatch.setattr(
-        packing._onednn, "_reorder_convolution_weight", lambda w, *window_and_size: packed[window_and_size[-1][0]]
-    )
-    monkeypatch.setattr(packing, "layout_of", lambda tensor: str(float(tensor)))
-    monkeypatch.setattr(packing, "_convolve", lambda *a: None)
-    seconds = {1.0: 3.0, 2.0: 1.0, 3.0: 2.0}
-    monkeypatch.setattr(packing, "_seconds", lambda call: seconds[float(call.args[0])])
-    assert packing.pack_convolution(weight, window, [(1, 32, 8, 8), (2, 32, 8, 8), (3, 32, 8, 8)]) is packed[2]
-
-
 _STEADY = """
 import sys
 import torch

@@ -21,7 +21,8 @@ from cohabit.runtime.lowering.allowed_ops import draws
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.measure.link import leading, segment_copies
-from cohabit.runtime.measure.profile import without_extra
+from cohabit.runtime.measure.other_work import cpu_times, share_between
+from cohabit.runtime.measure.profile import cached_profiles, without_extra
 from cohabit.runtime.measure.stopwatch import ColdCaches, StepTimes, measure_ops
 from cohabit.runtime.memory import StoreKind
 from cohabit.server.deploy.notices import warn_of_noise, warn_of_random_ops
@@ -126,14 +127,59 @@ def test_a_measurement_that_is_disturbed_alike_in_every_run_is_noisy(
     assert profile.noise > NOISY
 
 
+STAT = """cpu  900 0 0 900 0 0 0 0 77 0
+cpu0 {busy} 0 {system} {idle} {waiting} 0 0 {stolen} 77 0
+cpu63 900 0 0 0 0 0 0 0 0 0
+intr 5
+"""
+
+
+def test_other_processes_and_other_machines_count_on_the_cpus_that_this_process_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr("os.sysconf", lambda name: 100)
+    stat, used = tmp_path / "stat", iter((10.0, 10.25))
+    monkeypatch.setattr("os.times", lambda: SimpleNamespace(user=next(used), system=0.0))
+    found = []
+    for busy, system, idle, waiting, stolen in ((500, 100, 300, 100, 0), (525, 110, 345, 110, 10)):
+        text = STAT.format(busy=busy, system=system, idle=idle, waiting=waiting, stolen=stolen)
+        stat.write_text(text)
+        found.append(cpu_times(stat))
+    assert share_between(*found) == pytest.approx(0.2), "of 1 s: 0.55 s idle, 0.25 s this process's"
+    assert cpu_times(tmp_path / "nothing") is None
+    assert share_between(None, found[1]) == 0
+
+
+@pytest.mark.parametrize(
+    ("noise", "quick", "is_quiet", "times"),
+    [(0.5, False, True, 2), (0.5, False, False, 1), (0.5, True, True, 1), (NOISY, False, True, 1)],
+)
+def test_a_profile_measured_beside_other_work_is_measured_again_once_the_machine_is_quiet(
+    bench: Bench, tmp_path: Path, noise: float, quick: bool, is_quiet: bool, times: int
+) -> None:
+    link, count = Link(1e-5, 1e9), 0
+
+    def measured() -> dict[Bucket, Profile]:
+        nonlocal count
+        count += 1
+        seconds, now = (1e-3 / count,) * len(bench.graph.ops), noise if count == 1 else 0.0
+        return {Bucket(2): Profile(bench.graph.fingerprint, "cpu", seconds, link, link, noise=now)}
+
+    def profiles() -> dict[Bucket, Profile]:
+        return cached_profiles(bench.lowered, "cpu", tmp_path, measured, quick=quick, is_quiet=lambda: is_quiet)
+
+    first, again, third = profiles(), profiles(), profiles()
+    assert count == times
+    assert again == third
+    assert (again == first) == (times == 1)
+
+
 def test_one_line_of_the_log_names_all_models_with_noisy_measurements_and_what_will_happen(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    link = Link(1e-5, 1e9)
-
     def model(name: str, noise: float) -> Any:
-        profile = Profile("graph", "device", (1.0,), link, link, noise=noise)
-        return SimpleNamespace(key=ModelKey(name, 1), profiles={Bucket(2): profile})
+        return SimpleNamespace(key=ModelKey(name, 1), noise=noise)
 
     warn_of_noise([model("quiet", NOISY)], measured_again=True)
     assert caplog.records == []

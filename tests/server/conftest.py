@@ -26,6 +26,7 @@ def loaded() -> FakeLoaded:
             bound_s,
             activation_bytes={Bucket(1): 64, Bucket(2): 128},
             searches={Bucket(1): ("best (genetic)", 238), Bucket(2): ("best (genetic)", 142)},
+            noise=0.5,
         )
     }
     return loaded

@@ -48,7 +48,7 @@ def test_a_temperature_near_zero_takes_the_most_likely_token(temperature: float,
     assert shares(Sampling(seed=0, temperature=temperature, **more)) == {1: 1}
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(n, marks=pytest.mark.slow) for n in range(8, 30))])
 def test_a_nucleus_has_the_fewest_tokens_with_its_share(seed: int) -> None:
     """Compared with a sort, for flat and steep distributions; every drawn token is in it, and all are drawn."""
     draws = np.random.default_rng(seed)

@@ -44,18 +44,22 @@ def test_files_of_other_kinds_and_cut_ones_are_named_before_torch_is_imported(
         "e.safetensors": raw[:-1],
         "f.safetensors": raw[:20],
         "folder/model.safetensors": raw[:-1],
+        "g.pt": b"\x80\x04.",
     }.items():
         (tmp_path / name).write_bytes(content)
     program = """
 import sys
 from cohabit.server.cli import main
 for arguments in sys.argv[1].split(";"):
-    assert main(["import", *arguments.split()]) != 0
+    assert main(arguments.split()) != 0
 assert "torch" not in sys.modules
 """
     made = "--factory tests:linear"
     commands = ["a.gguf", f"b.bin {made}", "c.onnx", "d.h5", f"e.safetensors {made}", f"f.safetensors {made}"]
-    commands += ["folder", "nowhere.pt", "nowhere.py:make"]
+    commands += ["folder", "nowhere.pt", "nowhere.py:make", "nowhere", "no_such_package:make"]
+    commands = [f"import {command}" for command in commands]
+    commands += ["check g.pt", "check c.onnx", "plan a.gguf --memory 1MiB", "plan whole.safetensors --memory 25%"]
+    commands += ["serve nowhere --memory 1MiB"]
     monkeypatch.chdir(tmp_path)
     run = subprocess.run(
         [sys.executable, "-c", program, ";".join(commands)], capture_output=True, text=True, check=True
@@ -65,6 +69,9 @@ assert "torch" not in sys.modules
     reasons += [f"is cut short: it has {len(raw) - 1} bytes, and its header says at least {len(raw)};"]
     reasons += ["is cut short: it has 20 bytes", "folder/model.safetensors is cut short"]
     reasons += ["nowhere.pt does not exist", "there is no file 'nowhere.py'"]
+    reasons += ["is neither a path here nor in the local Hugging Face cache", "no module named 'no_such_package'"]
+    reasons += ["g.pt is a state_dict or another pickle", "c.onnx is an ONNX file", "a.gguf is a GGUF file"]
+    reasons += ["whole.safetensors is a safetensors file", "model repository nowhere does not exist"]
     for line, reason in zip(lines, reasons, strict=True):
         assert reason in line
 
@@ -139,7 +146,7 @@ def test_an_input_that_is_not_one_is_a_wrong_command_line(text: str) -> None:
         ([f"{HERE}:traced", *X], "traced returns a TorchScript module, which is not supported; let it return"),
         ([f"{HERE}:number"], "returns a int; let it return a torch.nn.Module"),
         ([f"{HERE}:failing"], "RuntimeError: no weights today and a second line"),
-        (["no_such_package:linear"], "No module named 'no_such_package'"),
+        (["no_such_package:linear"], "no module named 'no_such_package'"),
         ([f"{HERE}:TwoRows", *X], "declare its inputs with it (--input NAME:TYPE:1,...)"),
         (
             [f"{HERE}:OtherAfterExport", *X],

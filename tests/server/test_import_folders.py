@@ -17,8 +17,7 @@ from cohabit.server.commands.import_model import _default_name
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing import huggingface
 from cohabit.server.importing.exporting import export
-from cohabit.server.importing.folder_files import require_own_files
-from cohabit.server.importing.huggingface import cached_folder
+from cohabit.server.importing.folder_files import cached_folder, require_own_files
 from cohabit.server.importing.huggingface_inputs import Lengths
 from cohabit.server.triton.config_fields import pooling_of
 from cohabit.server.triton.model_config import read_config

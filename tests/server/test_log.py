@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohabit.server.config.config import LogFormat
@@ -68,6 +68,7 @@ def test_a_record_is_one_line_without_control_characters(
     assert len(line.splitlines()) == 1
 
 
+@settings(deadline=None)
 @given(text=TEXTS)
 def test_a_traceback_has_no_line_of_the_text_of_its_exception(text: str) -> None:
     with logging_as("text") as written:

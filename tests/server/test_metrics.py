@@ -57,6 +57,7 @@ OURS = {
     "cohabit_bound_seconds",
     "cohabit_plan_gap",
     "cohabit_plan_evaluations",
+    "cohabit_profile_noise",
     "cohabit_measured_over_predicted",
     "cohabit_swapped_bytes_total",
     "cohabit_stall_seconds_total",
@@ -208,6 +209,7 @@ def test_footprints_are_gauges(server: Running) -> None:
     assert of(samples, "cohabit_bound_seconds", batch="2") == 0.6
     assert of(samples, "cohabit_plan_gap", batch="2") == pytest.approx(0.25)
     assert of(samples, "cohabit_plan_evaluations", batch="2", search="best (genetic)") == 142
+    assert of(samples, "cohabit_profile_noise") == 0.5
     assert of(samples, "nv_inference_pending_request_count") == 0
 
 

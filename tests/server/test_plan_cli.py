@@ -50,17 +50,17 @@ def planned(*more: str, memory: str = "28KiB") -> Path:
     return path
 
 
-def test_the_times_of_a_disturbed_profile_are_called_estimates(
+def test_the_times_of_a_disturbed_profile_are_called_provisional(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned()
-    assert "estimates" not in capsys.readouterr().err
+    assert "provisional" not in capsys.readouterr().err
     noisy = replace(PROFILE, noise=0.35)
     (folder / "chain.profile.json").write_bytes(cohabit.planner.profile.encode(noisy))
     assert main(["plan", *PAIR, "--memory", "24KiB", "--search", "on_demand"]) == 0
     said = " ".join(capsys.readouterr().err.split())
-    assert "the times are estimates: other work disturbed the profile by 35.0 %" in said
-    assert "cohabit cache remeasure" in said
+    assert "the times are provisional: other work disturbed the measurement by 35.0 %" in said
+    assert "measures it again" in said
 
 
 def status(arguments: list[str]) -> object:

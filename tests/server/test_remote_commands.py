@@ -4,6 +4,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
             0,
             {Bucket(1): 2 << 20, Bucket(8): 9 << 20},
             {Bucket(1): ("best (genetic)", 238)},
+            0.35,
         )
     }
     with running(loaded, strict_readiness=False) as handle:
@@ -68,6 +70,7 @@ def test_models_are_listed_with_their_memory_and_reasons(own: Running, capsys: p
     assert all(
         part in lines["adder"] for part in ("3", "READY", "3.0 MiB", "25.0%", "best (genetic), 238 candidates")
     )
+    assert "measured beside other work: adder; they are measured again" in " ".join(lines["times"].split())
     assert all(part in lines["damaged"] for part in ("UNAVAILABLE", "model.pt2 is [truncated]"))
     assert " ".join(lines["of"].split()) == (
         "of a workspace, 9.0 MiB for activations of adder at batch 8; 2.0 MiB with --batch-sizes 1 (for one model:"
@@ -95,6 +98,22 @@ def test_statistics_of_one_model_and_of_all(own: Running, capsys: pytest.Capture
     assert run(own, "stats", "id", "--json") == 0
     (one,) = json.loads(capsys.readouterr().out)
     assert one["inference_stats"]["success"]["count"] == 1
+
+
+@pytest.mark.parametrize("command", ["models", "stats"])
+def test_tables_are_refreshed_until_an_interrupt(
+    own: Running, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = iter((None, None, KeyboardInterrupt))
+
+    def tick(seconds: float) -> None:
+        if (error := next(ticks)) is not None:
+            raise error
+
+    monkeypatch.setattr("cohabit.server.commands.remote.tables.time", SimpleNamespace(sleep=tick))
+    assert run(own, command, "--watch") == 130
+    assert next(ticks, "none") == "none", "shown three times"
+    assert "adder" in capsys.readouterr().out
 
 
 def test_statistics_of_an_unknown_model_are_refused(own: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,11 +81,12 @@ def _of_file(options: argparse.Namespace, graph: Graph, profile: Profile) -> Mea
 
 
 def _measured(options: argparse.Namespace, on_progress: Callable[[str], None]) -> list[MeasuredGraph]:
-    from cohabit.server.repository.scan import find
+    from cohabit.server.repository.scan import find, require_archive
 
     config = config_of({"repository": str(options.model), "memory": "1B", **given(options, MEASURING)})
     config = replace(config, batch_sizes=options.batch_sizes or (1,))
     source = find(options.model)
+    require_archive(options.model)
     on_progress(f"{source.name}: starting torch")
     from cohabit.server.deploy.prepare import lowered_and_measured
 

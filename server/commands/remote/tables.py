@@ -1,18 +1,38 @@
 """The tables of `cohabit models` and `cohabit stats`."""
 
-from collections.abc import Iterable, Mapping
+import argparse
+import time
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from cohabit.planner.errors import format_bytes
+from cohabit.planner.profile import NOISY
 from cohabit.server.commands.remote.client import VersionSamples
 from cohabit.server.format import make_table
 
 _NOTHING = "-"
+_PERIOD_S = 2.0
 _STATES = {"READY": "green", "LOADING": "yellow", "UNLOADING": "yellow", "UNAVAILABLE": "red"}
+
+
+def add_watch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--watch", action="store_true", help="refresh the table every two seconds, until interrupted"
+    )
+
+
+def watch(out: Console, shown: Callable[[], RenderableType]) -> NoReturn:
+    """Show a table, and what `shown` returns every two seconds, until an interrupt or an error of the server."""
+    with Live(shown(), console=out, auto_refresh=False) as live:
+        while True:
+            time.sleep(_PERIOD_S)
+            live.update(shown(), refresh=True)
 
 
 def models(
@@ -36,6 +56,22 @@ def models(
             Text(entry.get("reason", "")),
         )
     return table
+
+
+def provisional(metrics: VersionSamples, planned: Iterable[tuple[str, str]]) -> list[Text]:
+    """Name the models, of those that are `planned`, whose plans are for provisional times, and say why."""
+    noise = {own: metrics.get(("cohabit_profile_noise", *own)) for own in planned}
+    unmeasured = sorted(model for (model, _), share in noise.items() if share is None)
+    disturbed = sorted(model for (model, _), share in noise.items() if share is not None and share > NOISY)
+    said = []
+    if unmeasured:
+        said.append(f"not measured yet, so on quick plans: {', '.join(unmeasured)}")
+    if disturbed:
+        said.append(
+            f"times provisional, measured beside other work: {', '.join(disturbed)}; they are measured again once the"
+            " server is quiet"
+        )
+    return [Text(line) for line in said]
 
 
 def statistics(models: Iterable[Mapping[str, Any]]) -> Table:

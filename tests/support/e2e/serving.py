@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import itertools
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -37,7 +38,8 @@ from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
 ROOT = Path(__file__).parents[3]
-READY_S = 120.0
+READY_S = 600.0
+"""Patience with a busy machine; only failures wait for it."""
 QUICK_SEARCH = "genetic"
 """The searcher of servers whose tests do not depend on how good plans are; activations have to fit."""
 
@@ -100,6 +102,14 @@ class KeptProcesses(WorkerProcesses):
     kept: ClassVar[list[_WorkerProcess]] = []
     most_kept = 2
     """Of each priority: a process takes over 200 MiB."""
+    waiting: ClassVar[Any] = multiprocessing.get_context("spawn").RawArray("b", 16)
+    """Which lanes have requests, for all servers: low-priority processes keep the array that they began with."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._waiting = self.waiting
+        for lane in range(len(self.waiting)):
+            self.waiting[lane] = 0
 
     def _new_process(self, low_priority: bool, modules: Sequence[str] = ()) -> _WorkerProcess:
         for process in [process for process in self.kept if process.low_priority is low_priority]:
