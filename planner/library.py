@@ -42,6 +42,8 @@ class _LaddersRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Ladders of a model by workspace size, and the fingerprint of the model and the searcher."""
 
     problem: str
+    graph: str
+    """Fingerprint of the smallest bucket's graph: by it, the cache's inventory finds the archive."""
     ladders: dict[int, Curve]
 
 
@@ -93,7 +95,8 @@ class Library:
     def store_ladder(self, model: ModelDemand, searcher: str, workspace_bytes: int, ladder: Curve) -> None:
         """Add a ladder. Its plans must be stored."""
         key, ladders = _ladders_key(model, searcher), self.ladders(model, searcher)
-        record = _LaddersRecord(key, ladders | {workspace_bytes: ladder})
+        graph = model.graphs[min(model.graphs)].fingerprint
+        record = _LaddersRecord(key, graph, ladders | {workspace_bytes: ladder})
         self._store(self._ladders_path(key), msgspec.json.encode(record))
 
     def plans_of_rung(self, model: ModelDemand, memory: Memory, searcher: str) -> dict[Bucket, Plan] | None:

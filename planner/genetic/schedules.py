@@ -16,7 +16,7 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.order import predecessors
 
 NONE: Final = -1
-TOGETHER: Final = 20
+TOGETHER: Final = 150
 """Mean number of ops that a mutation runs after another because they read the same weights."""
 
 

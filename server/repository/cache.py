@@ -12,8 +12,8 @@ from cohabit.planner import cache_file
 from cohabit.planner.errors import CohabitError, FormatError
 from cohabit.server.errors import RepositoryError
 
-_NAME = re.compile(r"(cuda-)?[0-9a-f]{32,64}(\.division)?\.json", re.ASCII)
-"""File names of profiles and plans. Others, such as those of a folder given by mistake, are not touched."""
+_NAME = re.compile(r"(cuda-)?[0-9a-f]{32,64}(\.division|\.ladders)?\.json", re.ASCII)
+"""File names of profiles, plans and ladders. Others, such as those of a folder given by mistake, are not touched."""
 _PREFIX_DIGITS = 32
 """Number of digits of an archive's fingerprint at the start of names in the cache."""
 

@@ -16,8 +16,12 @@ from rich.console import Console
 
 from cohabit import loadgen, server
 from cohabit.planner import cache_file
+from cohabit.planner.library import Library
 from cohabit.planner.plan import encode
 from cohabit.planner.profile import Link, Profile
+from cohabit.planner.shapes import Bucket
+from cohabit.planner.sizing.problem import ModelDemand
+from cohabit.planner.sizing.shares import Point
 from cohabit.runtime.cuda.profiling.measure import Measurement
 from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.lowering.weights import manifest_of
@@ -193,10 +197,12 @@ def test_a_gpu_s_measurement_and_its_plans_belong_to_the_model_that_was_lowered(
     measured = Measurement(((),), (profile,), link, ((),), "key", (graph.fingerprint,))
     cache_file.write(folder / "profiles" / f"cuda-{'0' * 32}.json", msgspec.json.encode(measured))
     cache_file.write(folder / "plans" / f"{'0' * 64}.json", encode(resident_plan(scratched)))
+    demand = ModelDemand("wide", {Bucket(1): scratched}, {Bucket(1): profile})
+    Library(folder).store_ladder(demand, "best", 4096, (Point(4096, 0.1),))
     capsys.readouterr()
     assert cache(repository, "ls") == 0
     listed = rows(capsys.readouterr().out)
-    assert listed["wide"][4:6] == ["2", "1"]
+    assert listed["wide"][4:6] == ["2", "2"]
     assert listed["narrow"][4:6] == ["1", "0"]
     assert cache(repository, "remeasure", str(repository / "wide")) == 0
     assert files(repository, "cuda-*") == []

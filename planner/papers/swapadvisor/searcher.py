@@ -45,6 +45,8 @@ ORDER_RATES: Final = (1e-4, 1e-1)
 """Range of the mutation rate of a schedule, drawn log-uniformly per child."""
 POOL_RATES: Final = (3e-3, 1e-1)
 """The same for CLS and CNT."""
+TOGETHER_RATES: Final = (1e-3, 1e-1)
+"""Range of the mutation rate of schedules in which ops of the same weights run together."""
 TOGETHER: Final = 0.5
 """Fraction of mutated schedules in which ops of the same weights run together."""
 THRESHOLD: Final = 1.0
@@ -121,7 +123,8 @@ class SwapAdvisor(Evolution[Chromosome]):
         order, allocation = child.order, child.allocation
         if self._rng.random() < self._share_of_orders:
             together = self._rng.random() < TOGETHER
-            order = mutate_schedule(order, self._precedence, self._rate(ORDER_RATES), self._rng, together=together)
+            rate = self._rate(TOGETHER_RATES if together else ORDER_RATES)
+            order = mutate_schedule(order, self._precedence, rate, self._rng, together=together)
         else:
             allocation = self._space.mutated(allocation, self._rate(POOL_RATES), self._rng)
         return Chromosome(order, self._space.filled(allocation, self._rng))
