@@ -15,7 +15,8 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -54,6 +55,18 @@ def _plain(result: Any) -> Any:
         plain = map(_plain, result)
         return type(result)(*plain) if hasattr(result, "_fields") else tuple(plain)
     return result
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Have a command's process interpret loops that are not cached, for few plans. Call it before they are imported."""
+    given = os.environ.get(INTERPRET)
+    os.environ[INTERPRET] = given or "1"
+    try:
+        yield
+    finally:
+        if given is None:
+            del os.environ[INTERPRET]
 
 
 @cache

@@ -1,7 +1,6 @@
 """`cohabit check`: says whether a model can be served, in how much memory, and why not."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cohabit.planner.compiled import INTERPRET
+from cohabit.planner.compiled import interpreted
 from cohabit.planner.errors import bucket_words, format_bytes
 from cohabit.planner.profile import NOISY
 from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
@@ -60,8 +59,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     if not options.json:
         require_archive(options.model)
     # Few plans, each the first feasible one: compiling the planner for them would take half a minute.
-    os.environ.setdefault(INTERPRET, "1")
-    with errors.status(Text(f"{options.model}: starting torch")) as status:
+    with interpreted(), errors.status(Text(f"{options.model}: starting torch")) as status:
         from cohabit.server.deploy.servability import report
 
         sizes = [budget.size for budget in options.memory]

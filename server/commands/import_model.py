@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from cohabit.planner.compiled import INTERPRET
+from cohabit.planner.compiled import interpreted
 from cohabit.planner.errors import format_bytes
 from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sizes import write_size
@@ -161,10 +161,9 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Import a model and print its entry. Raises ImportFailed, and other errors of loading."""
     _require_source(options)
     path = _folder_of(options)
-    # The trial load has one plan, with everything resident: compiling the planner for it would take half a minute.
-    os.environ.setdefault(INTERPRET, "1")
     name = options.name or _default_name(options)
-    with errors.status(Text(f"{name}: starting torch")) as status:
+    # The trial load has one plan, with everything resident: compiling the planner for it would take half a minute.
+    with interpreted(), errors.status(Text(f"{name}: starting torch")) as status:
         from cohabit.server.importing.entry import EntryPlace, write_entry
         from cohabit.server.importing.exporting import OneLengthOnly
 
