@@ -362,6 +362,7 @@ class Budget:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._context.close()
+        self._saved.owns([])  # a storage that is held here could not leave in another context
 
     # Whether ops are seen
 

@@ -322,8 +322,7 @@ def test_a_profile_is_in_doubt_if_it_is_noisy_or_disagrees(
         assert again
         improved.append(model)
 
-    profiles = {Bucket(1): SimpleNamespace(noise=noise)}
-    model = SimpleNamespace(load_id="m.1", key=ModelKey("m", 1), lane=0, is_provisional=False, profiles=profiles)
+    model = SimpleNamespace(load_id="m.1", key=ModelKey("m", 1), lane=0, is_provisional=False, noise=noise)
     memory, workers = SimpleNamespace(models={"m.1": model}), SimpleNamespace(release=lambda: None)
     placed: Any = SimpleNamespace(memory=memory, workers=workers)
     lanes: Any = [SimpleNamespace(correction=lambda key: correction)]

@@ -565,6 +565,17 @@ def test_an_encoder_with_a_padding_mask_makes_nested_tensors() -> None:
                 assert limits.moved_bytes > 0
 
 
+def test_a_context_moves_what_an_earlier_one_moved() -> None:
+    net, x = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))), torch.ones(8, 256)
+    kept = []  # what the earlier ones came to
+    for _ in range(3):
+        with torch.no_grad(), cohabit.budget("700KB", net) as limits:
+            net(x)
+        kept.append(limits)
+    assert len({limits.moved_bytes for limits in kept}) == 1
+    assert kept[0].moved_bytes > 0
+
+
 def test_functions_that_save_and_were_imported_before_pin_nothing_afterwards(tmp_path: Path) -> None:
     save, save_file = torch.save, safetensors.torch.save_file
     tensors = {str(number): torch.full((50_000,), float(number)) for number in range(6)}
