@@ -9,9 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cohabit.planner.compiled import interpreted
 from cohabit.planner.errors import bucket_words, format_bytes
-from cohabit.planner.profile import NOISY
 from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
 from cohabit.server.config.sources import config_of, given, typed
 from cohabit.server.format import disturbed, gap, make_table, milliseconds, percent, tensor_table
@@ -58,6 +56,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         find(options.model)  # raises
     if not options.json:
         require_archive(options.model)
+    from cohabit.planner.compiled import interpreted
+
     # Few plans, each the first feasible one: compiling the planner for them would take half a minute.
     with interpreted(), errors.status(Text(f"{options.model}: starting torch")) as status:
         from cohabit.server.deploy.servability import report
@@ -122,6 +122,8 @@ def _show(found: "ServabilityReport", out: Console) -> None:
         out.print("batches       that are not planned run in parts: their activations take memory from parameters")
     if dynamic := [bucket for bucket in memory.activation_bytes if "x" in bucket]:
         out.print(f"sizes         {dynamic[-1]} is batch {bucket_words(dynamic[-1])}")
+    from cohabit.planner.profile import NOISY
+
     if memory.noise > NOISY:
         out.print(f"times         {disturbed(memory.noise)}", soft_wrap=True)
     verdict = "can be served" if found.servable else "cannot be served in every memory size of --memory"

@@ -5,9 +5,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cohabit.planner.compiled import COMPILING, compiles_first
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
-from cohabit.planner.profile import NOISY
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
 from cohabit.server.commands.planning.files import write_graph, write_plan, write_profile
 from cohabit.server.commands.planning.flags import MemoryBudget, add_effort, add_subject, budgets
@@ -74,6 +72,9 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """
     if not options.memory:
         raise ConfigError("plan: give --memory SIZE")
+    from cohabit.planner.compiled import COMPILING, compiles_first
+    from cohabit.planner.profile import NOISY
+
     rows: list[list[str]] = []
     files: list[Path] = []
     tried: list[int] = []

@@ -141,9 +141,11 @@ def divisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     made: list[tuple[bool, bool]] = []
     original: Callable[..., Division] = Planner.division
 
-    def division(self: Planner, *arguments: Any, low_priority: bool = False, rough: bool = False) -> Division:
+    def division(
+        self: Planner, *arguments: Any, low_priority: bool = False, rough: bool = False, **more: Any
+    ) -> Division:
         made.append((rough, low_priority))
-        return original(self, *arguments, low_priority=low_priority, rough=rough)
+        return original(self, *arguments, low_priority=low_priority, rough=rough, **more)
 
     monkeypatch.setattr(Planner, "division", division)
     return made

@@ -196,7 +196,7 @@ def test_memory_is_the_machines_or_less_in_a_cgroup(
 def test_more_memory_than_there_is_ends_the_start_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["serve", str(tmp_path / "no_such_repository"), "--cache", str(tmp_path / "cache")]
+    command = ["serve", str(tmp_path), "--cache", str(tmp_path / "cache")]
     for flag in ("--memory", "--process-memory"):
         assert main([*command, flag, "900TiB"]) == 2
         said = " ".join(capsys.readouterr().err.split())
@@ -211,7 +211,7 @@ def test_more_memory_than_there_is_ends_the_start_before_anything_is_loaded(
 def test_a_cache_that_cannot_be_written_ends_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "file"
     file.touch()
-    command = ["serve", str(tmp_path / "no_such_repository"), "--memory", "1MiB", "--cache", str(file / "cache")]
+    command = ["serve", str(tmp_path), "--memory", "1MiB", "--cache", str(file / "cache")]
     assert main(command) == 2
     assert f"cohabit: --cache: {file}/cache cannot be written: Not a directory" in capsys.readouterr().err
 
