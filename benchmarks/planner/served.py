@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"Inference at batch 1 in a partition and a workspace, together a share of the weights; simulated. Op times are"
         f" rooflines (`benchmarks/planner/profiles.py`), scratch counts as none. *Ours* is `best` of this commit,"
         f" *theirs* that of {commit_of(options.against)}, in turns. Each search has its own CPU time on one core; with"
-        f" seeds {', '.join(map(str, options.seeds))}, of which only the first searches for longer than"
+        f" seeds {', '.join(map(str, options.seeds))}, and only the first searches for longer than"
         f" {options.seconds[0]:g} s. Gaps are over our lower bound. *better* and *worse* count searches whose latencies"
         f" differ by more than 0.01 %.\n",
         f"{held} cells; refused: ours {refusals(results, OURS)}, theirs {refusals(results, THEIRS)}.\n",

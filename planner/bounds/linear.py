@@ -1,4 +1,7 @@
-"""Linear programs built row by row, with bounds on the value that hold at any accuracy of the solver."""
+"""Linear programs built row by row, with bounds on the value that hold at any accuracy of the solver.
+
+Branching trusts the solver where it finds that a branch has no solution.
+"""
 
 import math
 from collections.abc import Mapping

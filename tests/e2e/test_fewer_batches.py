@@ -94,7 +94,7 @@ def test_a_batch_that_is_left_out_runs_as_smaller_ones_and_clients_see_no_differ
 def test_batch_sizes_of_the_flag_are_all_planned_or_the_least_memory_for_them_is_named(
     repository: Path, tmp_path: Path
 ) -> None:
-    """Unlike the default ones, of which the largest are left out in the same memory."""
+    """The largest default ones are left out in the same memory."""
     with (
         pytest.raises(InfeasibleBudget, match=rf"{HUNGRY}: .* at batch 8.*lower the batch") as refused,
         serving(repository, MEMORY, tmp_path, batch_sizes=BATCHES),
