@@ -161,7 +161,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
 
     # Buckets for the past grow by a constant factor, up to the context.
     pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
-    document, said = _document(folder, model)
+    document, said = _checked(folder, _document(folder, model))
     return Subject(
         step,
         inputs,
@@ -276,56 +276,63 @@ def _cache_shape(model: Any) -> tuple[int, int, int]:
     return heads, size, len(cache.new)
 
 
-def _document(folder: Path, model: Any) -> tuple[LanguageDocument, tuple[str, ...]]:
-    """Return the server's data for texts, as transformers reads it from the folder, and notes about what is missing.
+def _document(folder: Path, model: Any) -> LanguageDocument:
+    """Return the server's data for texts, as transformers reads it from the folder.
 
     Texts end at the end tokens of all sources: the configurations of the model and of generation, and the tokenizer.
-    A chat template that the server renders differently than transformers is left out.
     """
     own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
+    tokenizer, _ = _tokenizer(folder)
     sources = (own.get("eos_token_id"), getattr(model.config, "eos_token_id", None))
     ends = [token for source in sources for token in (source if isinstance(source, list | tuple) else [source])]
-    if not (folder / TOKENIZER).is_file():
-        return LanguageDocument(_tokens(ends)), ()
-    try:
-        tokenizer = _tokenizer(folder)
-    except Exception as error:  # of many kinds, for damaged files and missing packages
-        note = f"it has no chats: transformers cannot read its tokenizer ({reason_of(error)})"
-        return LanguageDocument(_tokens(ends)), (note,)
-
+    if tokenizer is None:
+        return LanguageDocument(_tokens(ends))
     template = tokenizer.chat_template
     if isinstance(template, dict):  # templates by name; the others are for tools and documents
         template = template.get("default")
     cleans_up = tokenizer.clean_up_tokenization_spaces and type(tokenizer.backend_tokenizer.model).__name__ != "BPE"
-    document = LanguageDocument(
+    return LanguageDocument(
         _tokens([*ends, tokenizer.eos_token_id]),
         template if isinstance(template, str) and len(template) <= _MOST_TEMPLATE_BYTES else None,
         tokenizer.special_tokens_map,
         bool(cleans_up),
     )
-    if document.chat_template is None or _renders_as(tokenizer, document):
-        return document, ()
-    note = "it has no chats: its chat template is rendered differently than by transformers"
-    return structs.replace(document, chat_template=None), (note,)
 
 
 def _tokens(found: Sequence[Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))
 
 
-def _tokenizer(folder: Path) -> Any:
-    """Return the folder's tokenizer of transformers. Raises what transformers raises."""
+def _tokenizer(folder: Path) -> tuple[Any, str | None]:
+    """Return the folder's tokenizer of transformers, and why it cannot be read; None for what there is not."""
     import transformers
 
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if not (folder / TOKENIZER).is_file():
+        return None, None
+    try:
+        own = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds, for damaged files and missing packages
+        return None, reason_of(error)
+    return own, None
 
 
-def _renders_as(tokenizer: Any, document: LanguageDocument) -> bool:
-    """Whether conversations are rendered as by transformers, or rejected by both."""
-    whole = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
-    return all(
-        _attempted(partial(rendered, "", document, chat)) == _attempted(partial(whole, chat)) for chat in _CHATS
-    )
+def _checked(folder: Path, document: LanguageDocument) -> tuple[LanguageDocument, tuple[str, ...]]:
+    """Compare renderings of conversations with transformers' own.
+
+    Returns the document, without a chat template that is rendered differently, and notes about why there are no chats.
+    """
+    tokenizer, unread = _tokenizer(folder)
+    if unread is not None:
+        return document, (f"it has no chats: transformers cannot read its tokenizer ({unread})",)
+    if tokenizer is None or document.chat_template is None:
+        return document, ()
+    for chat in _CHATS:
+        own = _attempted(partial(rendered, "", document, chat))
+        whole = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+        if own != _attempted(partial(whole, chat)):
+            note = "it has no chats: its chat template is rendered differently than by transformers"
+            return structs.replace(document, chat_template=None), (note,)
+    return document, ()
 
 
 def _attempted(render: Callable[[], Any]) -> str | None:

@@ -107,6 +107,15 @@ def server(repository: Path, cache: Path) -> Iterator[Running]:
         yield running
 
 
+def test_a_tokenizer_that_transformers_cannot_read_is_named_at_import(tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    subject = from_folder(tmp_path, (), Lengths())
+    assert subject.decoding is not None
+    assert any("it has no chats: transformers cannot read its tokenizer (Special" in note for note in subject.notes)
+
+
 def expected(name: str, prompt: Sequence[int], count: int) -> list[int]:
     """What transformers generates."""
     ids = torch.tensor([prompt])
