@@ -27,9 +27,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no later garbage collection visit what the imports of all tests have made: a second's work each time."""
+    """Let no later garbage collection visit what the imports of all tests have made: a second's work each time.
+
+    Torch makes hundreds of thousands of objects while it exports and lowers, and most of them stay for a while.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True)

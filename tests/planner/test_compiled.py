@@ -166,15 +166,15 @@ from cohabit.planner.streaming import stream
 from cohabit.planner.sizing.fitting import split_budget
 from tests.support.planner.graphs import chain, profile_of
 
-graph = chain([1 << 20] * 8)
+graph = chain([1 << 20] * 4)
 profile = profile_of(graph)
-memory = split_budget({1: graph}, {1: profile}, 4 << 20)
+memory = split_budget({1: graph}, {1: profile}, 2 << 20)
 plan = search(Problem(graph, profile, memory), limit=Limit(evaluations=3))
 is_compiled = "Dispatcher" in type(stream.play).__name__
 assert is_compiled == ("numba" in sys.modules), "numba is imported only where it compiles"
 print("compiled" if is_compiled else "interpreted")
 print(cohabit.planner.plan.encode(plan).decode())
-problem = Problem(graph, profile, single_budget(4 << 20))
+problem = Problem(graph, profile, single_budget(2 << 20))
 for searcher in SEARCHERS:
     if can_plan(searcher, problem):
         print(cohabit.planner.plan.encode(search(problem, searcher, limit=Limit(evaluations=3))).decode())
