@@ -17,7 +17,6 @@ COMMANDS = {
     "overload": "overload --record",
     "faults": "faults --record",
     "worst-bodies": "worst_bodies --record",
-    "faults-kills": "faults --kinds SIGKILL --every 15 --faults 30 --rate 20 --record-as faults-kills --record",
     "scale": "scale --replicas 2 --rate 20 --seconds 40 --kills 20 --record",
     "scale-large": "scale --entry minilm_short --models 4 --memory 100MiB --resident-models 1 --rate 6 --seconds 20"
     " --replicas 2 --kills 0 --record --record-as scale-large",
