@@ -194,6 +194,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT / "cohabit").with_suffix("").parts)
 
 
+@pytest.mark.long
 def test_imports_follow_the_table() -> None:
     for path in modules():
         module = module_of(path)

@@ -106,6 +106,7 @@ def test_parameters_are_as_many_as_published(name: str, parameters: int) -> None
     assert parameter_count(name) == parameters
 
 
+@pytest.mark.long
 def test_resnet152_at_batch_16_moves_no_activation_in_128_mb(resnet152_16: Captured) -> None:
     graph, work = resnet152_16
     assert peak_activation_bytes(graph) < 128e6
@@ -180,6 +181,7 @@ def updates_come_last(graph: Graph) -> None:
             assert [op for op in graph.ops if gradient in op.reads][-1] == users[-1]
 
 
+@pytest.mark.long
 def test_weights_shared_over_time_are_updated_once_and_last() -> None:
     training = Training(
         lambda: Scored(BidirectionalLstm(2, 8)),

@@ -84,6 +84,7 @@ def obey_permissions() -> None:
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 
+@pytest.mark.long
 def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     assert called(source_with(tmp_path, 2), **environment) == "10 0 1"
@@ -91,6 +92,7 @@ def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
     assert called(source_with(tmp_path, 3), **environment) == "15 0 1"
 
 
+@pytest.mark.long
 def test_loops_compiled_in_a_folder_that_is_read_only_now_are_used(tmp_path: Path) -> None:
     """They are copied to where they can be, for good; where nothing can be written, loops are compiled every time."""
     source = source_with(tmp_path / "source", 2)
@@ -134,6 +136,7 @@ def test_temporary_compiled_code_of_another_user_is_not_executed(
     assert cohabit.planner.compiled._temporary_folder("state") is None
 
 
+@pytest.mark.long
 def test_without_compiled_loops_the_same_plan_is_made_by_interpreting_them(tmp_path: Path) -> None:
     """Of a chain whose parameters take twice the memory, by each searcher with a few evaluations."""
     own = {

@@ -195,6 +195,7 @@ def without_wait(plan: Plan, index: int, earlier: int) -> Plan:
     return replace(plan, steps=(*plan.steps[:index], fewer, *plan.steps[index + 1 :]))
 
 
+@pytest.mark.long
 def test_a_plan_without_one_of_its_waits_is_refused_or_sound() -> None:
     """Nearly every wait is needed. Those before which bytes were in use are found in a run that takes too many."""
     rng, verdicts, overflows = random.Random(5), Counter[str](), 0

@@ -100,6 +100,7 @@ def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
     assert plan.residents == residents
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
 def test_least_budget_of_activations_that_stay_is_exact(seed: int) -> None:

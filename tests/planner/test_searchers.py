@@ -81,6 +81,7 @@ def long_chain() -> Problem:
     return Problem(graph, random_profile(random.Random(1), graph), single_budget(24 * PAGE))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("searcher", "problem_of"), CASES)
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(seed=seeds)

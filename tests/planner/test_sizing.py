@@ -318,6 +318,7 @@ def test_a_ladder_of_another_workspace_or_too_little_memory_is_not_used(climbed:
         assert own == divide(MODELS, memory_bytes, least_workspace_bytes=least_workspace, ladders=ladders)
 
 
+@pytest.mark.long
 def test_a_size_between_two_rungs_is_searched_from_both(climbed: Library) -> None:
     demand = MODELS[1]
     sizes = [p.partition_bytes for p in climbed.ladders(demand, "best")[WORKSPACE]]

@@ -160,6 +160,7 @@ def test_appendix_a_a_clause_costs_two_if_its_literals_differ_and_six_if_they_ar
     assert tiling_of_formula([(1, 1, 1)], 1) == 6
 
 
+@pytest.mark.long
 def test_appendix_a_a_formula_is_satisfiable_if_its_tiling_costs_two_a_clause() -> None:
     rng = np.random.default_rng(0)
     seen = set()
@@ -188,6 +189,7 @@ def random_graph(seed: int, most: float) -> TilingGraph | None:
     return graph if math.prod(len(g.choices) for g in graph.groups) <= most else None
 
 
+@pytest.mark.long
 def test_exact_equals_brute_force_on_random_programs() -> None:
     graphs = (graph for seed in itertools.count() if (graph := random_graph(seed, 1 << 13)))
     for graph in itertools.islice(graphs, 120):

@@ -981,6 +981,7 @@ print(limited_losses == losses, over_kib, eager_over_kib)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "layers", "room_mib"),
     [
@@ -1034,6 +1035,7 @@ def test_a_total_below_what_the_process_takes_is_refused() -> None:
     assert step(net, optimizer, batches()[0]) > 0
 
 
+@pytest.mark.long
 def test_the_package_imports_no_torch_without_a_budget() -> None:
     program = "import sys, cohabit; assert 'torch' not in sys.modules; print(cohabit.budget.__module__)"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout

@@ -486,6 +486,7 @@ def test_a_step_as_long_as_the_one_that_exceeded_the_budget_is_recorded_and_the_
     assert modes == [True, False, False, True, True, False, False, False, False, False]
 
 
+@pytest.mark.long
 def test_steps_of_varying_lengths_leave_the_process_and_its_file_flat(tmp_path: Path) -> None:
     generator = random.Random(0)
     net, optimizer = made(torch.optim.SGD)
@@ -541,6 +542,7 @@ with cohabit.budget("50%", net, optimizer, store="file", folder=sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_the_process_shrinks_by_what_leaves_if_the_c_library_maps_tensors(tmp_path: Path) -> None:
     """Measured by the system, not by the budget's count."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}

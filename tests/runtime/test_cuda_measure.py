@@ -117,6 +117,7 @@ def test_a_kernel_that_wants_more_than_any_may_have_is_not_the_measured_one(lowe
         assert 3 * MIB <= scratch < MOST_SCRATCH_BYTES
 
 
+@pytest.mark.long
 def test_a_model_larger_than_the_device_is_measured(wide: Lowered) -> None:
     """Op by op, with the parameters of one at a time; no plan of the test's device holds half of the weights."""
     graph = wide.graphs[Bucket(1)]

@@ -438,6 +438,7 @@ class Framed(nn.Module):
         return self.recurrent(self.frames(x[:, None]).mT)[0]
 
 
+@pytest.mark.long
 def test_an_export_that_fixes_a_dynamic_size_is_refused_with_the_condition(tmp_path: Path) -> None:
     dims = {0: BATCH, 1: 4 * Dim("frames", min=2, max=64)}
     program = torch.export.export(Framed(), (), kwargs={"x": torch.randn(3, 80)}, dynamic_shapes={"x": dims})

@@ -101,6 +101,7 @@ class Pixels(nn.Module):
         return self.head(self.point(torch.relu(x)).mean((2, 3)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "examples"),
     [(Encoder, EXAMPLES), (Pixels, {"x": torch.randn(3, 3, 17, 17)})],
@@ -139,6 +140,7 @@ def answers(lowered: Lowered, make: Callable[[], Backend] = cpu) -> list[torch.T
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [cpu, fake_cuda, fake_staged])
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_weights_born_in_16_bits_are_stored_so_with_the_bits_of_plain_storage(
@@ -156,6 +158,7 @@ def test_weights_born_in_16_bits_are_stored_so_with_the_bits_of_plain_storage(
         assert torch.equal(answer, expected)
 
 
+@pytest.mark.long
 def test_weights_that_need_32_bits_stay_as_they_are(born_in: Callable[[str], Path]) -> None:
     archive = born_in("float32")
     lowered = lowered_model(archive, archive.parent)

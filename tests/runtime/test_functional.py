@@ -202,6 +202,7 @@ CASES: dict[str, Forward] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_that_changes_what_it_reads_equals_eager(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_a_cell_that_crashes_costs_itself_only(tmp_path: Path) -> None:
     (tmp_path / "fake_step.py").write_text(FAKE_STEP)
     command = [sys.executable, "-m", "fake_step", "--output", str(tmp_path / "results")]
@@ -69,6 +70,7 @@ def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPa
     assert "The time ran out: not measured are ours." in (tmp_path / "gpu-cold.md").read_text()
 
 
+@pytest.mark.long
 def test_the_files_with_gpu_tests_are_named(tmp_path: Path) -> None:
     """All of them, and none imports a package that only the server needs."""
     for package in ("tritonclient", "aiohttp", "grpc"):

@@ -199,6 +199,7 @@ def test_experts_and_integer_weights_are_computed_in_parts(name: str, constructs
     assert max(made) < graph.weight_bytes, "floats of a whole weight would be twice as much"
 
 
+@pytest.mark.long
 def test_each_direction_of_a_recurrent_layer_is_an_op(tmp_path: Path) -> None:
     model = models.Recurrent("GRU", True)
     model.rnn = torch.nn.GRU(64, 96, 3, batch_first=True, bidirectional=True)

@@ -117,6 +117,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_bits_of_the_resident_run(
     backend: Backend, layout: str, lowered: list[Lowered]
