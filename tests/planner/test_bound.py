@@ -237,6 +237,7 @@ def test_the_best_possible_plan_is_no_faster(seed: int) -> None:
     assert latency_bound(graph, profile, single_budget(memory)) <= best_possible(graph, profile, memory)
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_no_random_plan_is_faster(seed: int) -> None:

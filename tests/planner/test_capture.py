@@ -120,6 +120,7 @@ def test_resnet152_at_batch_16_moves_no_activation_in_128_mb(resnet152_16: Captu
     assert sum(w.flops for w in work) / 16 == pytest.approx(2 * 11.5e9, rel=0.02)
 
 
+@pytest.mark.long
 def test_profiles_take_as_long_as_the_paper_says(resnet152_16: Captured) -> None:
     graph, work = resnet152_16
     scaled = v100_pcie3(graph, work, RESNET152_S[16])
@@ -227,6 +228,7 @@ def test_every_network_is_captured(name: str, tmp_path: Path) -> None:
     assert {t.kind for t in graph.tensors} == {"parameter", "input", "activation"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [inception_v4, NasNetA])
 def test_the_networks_take_images_and_return_logits(build: type[nn.Module]) -> None:
     side = 331 if build is NasNetA else 299

@@ -79,6 +79,7 @@ def test_every_chromosome_of_every_generation_has_a_safe_plan(seed: int) -> None
             assert problem.residents in (None, plan.residents)
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_children_fit_agree_with_their_parents_and_leave_no_room_for_another_resident(seed: int) -> None:

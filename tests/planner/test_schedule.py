@@ -269,6 +269,7 @@ def same_cost(problem: Problem, schedule: Schedule, plan: Plan) -> None:
     )
 
 
+@pytest.mark.long
 def test_streaming_simulates_the_schedule_that_it_writes() -> None:
     """With every candidate that goes ahead of others, too: `stream.evaluate` and `evaluate` of the emitted schedule."""
     seen = 0

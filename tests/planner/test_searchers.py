@@ -175,6 +175,7 @@ def test_a_training_graph_is_refused_for_a_partition_and_a_workspace(searcher: s
         search(problem, searcher, limit=FEW)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("searcher", ["best", "genetic"])
 def test_number_of_threads_makes_no_difference(searcher: str) -> None:
     chain_problem = long_chain()
@@ -264,6 +265,7 @@ def test_best_ends_at_the_bound_or_when_no_member_has_more_to_try(seed: int) -> 
     assert is_at_bound or spent > state.evaluations or not any(m.searcher.ask() for m in state._members)
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_plans_take_what_exact_arithmetic_says(seed: int) -> None:
@@ -280,6 +282,7 @@ def test_plans_take_what_exact_arithmetic_says(seed: int) -> None:
         assert min(gaps) * (1 - 1e-9) <= timeline.period_s <= max(gaps) * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_the_time_steps_of_a_layer_come_together_where_the_weights_do_not_fit() -> None:
     layers = 6
     graph = unrolled_training(layers, 8, 8 * PAGE)
@@ -335,6 +338,7 @@ def small_counted_problems() -> list[tuple[Problem, float]]:
     return found[:30]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("searcher", SINGLE)
 def test_plans_come_close_to_the_best_of_all_choices(searcher: str) -> None:
     ratios = []

@@ -781,6 +781,7 @@ def test_two_loops_share_one_budget() -> None:
     assert expected[0] != expected_losses, "dropout is off here"
 
 
+@pytest.mark.long
 def test_a_thread_that_outlives_the_context_runs_on_with_whole_tensors() -> None:
     """Its ops come while everything is brought back, and after that, under a total that is no longer measured."""
     errors = list[BaseException]()
@@ -855,6 +856,7 @@ def test_a_total_leaves_tensors_what_the_process_does_not_take() -> None:
         assert abs(total_bytes * 15 // 16 - others_bytes - limits.limit_bytes) < 16 << 20
 
 
+@pytest.mark.long
 def test_a_context_that_is_collected_or_entered_again() -> None:
     net, optimizer = made()
     torch.manual_seed(3)

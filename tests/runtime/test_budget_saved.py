@@ -403,6 +403,7 @@ def test_the_bound_is_kept_as_counted_independently() -> None:
     assert count.peak_bytes < 0.8 * eager_count.peak_bytes
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", ["ram", "file"])
 def test_after_a_step_that_exceeds_the_budget_ops_are_seen_and_hold_it(store: Literal["ram", "file"]) -> None:
     def growing(net: nn.Module, optimizer: torch.optim.Optimizer, limits: Budget | None) -> list[float]:

@@ -166,6 +166,7 @@ def test_weights_that_need_32_bits_stay_as_they_are(born_in: Callable[[str], Pat
     assert {tensor.codec for graph in lowered.graphs.values() for tensor in graph.tensors} == {UNSET}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("weights", "least"), [("bfloat16", 0.99999), ("int8", 0.9999)])
 def test_lossy_weights_answer_alike_at_every_budget_and_close_to_exact_ones(
     weights: Weights, least: float, born_in: Callable[[str], Path]
@@ -335,6 +336,7 @@ def test_a_table_with_nan_keeps_it_where_8_bits_are_asked_for(tmp_path: Path) ->
         assert all(bool(output.isnan().all()) for output in found)
 
 
+@pytest.mark.long
 def test_a_damaged_encoded_file_is_found_at_the_start_and_in_a_verified_read(
     born_in: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -354,6 +356,7 @@ def test_a_damaged_encoded_file_is_found_at_the_start_and_in_a_verified_read(
         bench.program(resident_plan(bench.graph), store)
 
 
+@pytest.mark.long
 def test_plans_know_the_time_of_a_copy_with_its_codec(born_in: Callable[[str], Path], tmp_path: Path) -> None:
     archive = born_in("bfloat16")
     lowered = lowered_model(archive, archive.parent / "half")

@@ -264,6 +264,7 @@ def activated(m: Parts, x: torch.Tensor) -> torch.Tensor:
     return functional.hardtanh_(y).mul_(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("forward", "ops", "values"), [(masked, 6, 2), (activated, 6, 2)])
 def test_a_program_that_works_in_place_keeps_its_ops_and_its_memory(
     forward: Forward, ops: int, values: int, tmp_path: Path

@@ -126,6 +126,7 @@ def test_streamed_pieces_equal_transformers_decoding(kind: str) -> None:
         assert streamed(loaded, [], tokens) == whole.decode(tokens, skip_special_tokens=True), (seed, tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "word_level"])
 def test_streamed_pieces_are_cleaned_up_as_transformers_does(kind: str) -> None:
     loaded, whole = both(kind, cleans_up=True)
