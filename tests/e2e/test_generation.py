@@ -401,6 +401,7 @@ def test_seeds_repeat_a_text_and_log_probabilities_are_the_model_s(server: Runni
             "parts of the kinds image_url; send text",
         ),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "tools is not supported"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs is 3 without logprobs"),
         (
             {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
             "response_format is not",
