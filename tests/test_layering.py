@@ -194,7 +194,6 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT / "cohabit").with_suffix("").parts)
 
 
-@pytest.mark.long
 def test_imports_follow_the_table() -> None:
     for path in modules():
         module = module_of(path)
@@ -216,7 +215,6 @@ def folder_of(package: str, module: str) -> str:
     return next((folder for folder in inside if folder in FOLDERS[package]), parts[0])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("package", FOLDERS)
 def test_folders_of_a_package_import_one_another_in_one_direction(package: str) -> None:
     table = FOLDERS[package]
@@ -243,7 +241,6 @@ WING_COMMANDS = {
 """Modules of `server.commands` that belong to wings."""
 
 
-@pytest.mark.long
 def test_the_core_imports_no_wing() -> None:
     def is_wing(name: str) -> bool:
         return name in WING_COMMANDS or any(name == wing or name.startswith(f"{wing}.") for wing in WING_FOLDERS)
@@ -265,7 +262,6 @@ def test_every_folder_of_a_package_is_linked_and_copied_into_the_image() -> None
     assert {name for name in LINKED if f"COPY {name} {name}\n" not in dockerfile} == set()
 
 
-@pytest.mark.long
 def test_no_two_classes_share_a_name() -> None:
     seen: dict[str, Path] = {}
     for path in modules():
