@@ -127,8 +127,8 @@ def from_folder(
     try:
         pooling = _pooling(folder)
         if TOKENS in names:
-            tokenizer, said = entry_tokenizer(folder)
-            notes.extend(said)
+            tokenizer, unlike = entry_tokenizer(folder)
+            notes.extend(unlike)
     except ImportFailed as error:
         notes.append(f"it has no /v1/embeddings, which would differ from sentence-transformers: {error}")
     if dropped:
