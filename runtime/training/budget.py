@@ -113,8 +113,8 @@ def budget(
 
     Raises ValueError for an invalid size, store or searcher, or without owners; UnsupportedModel for owners on several
     GPUs, or on a device that is neither CUDA's nor the CPU; MemoryExceeded for a total that the process exceeds
-    without tensors. Inside the context, an op that needs more than a given size raises MemoryExceeded. An op that needs more than a
-    share runs, with a warning.
+    without tensors. Inside the context, an op that needs more than a given size raises MemoryExceeded. An op that needs
+    more than a share runs, with a warning.
     """
     return Budget(memory, owners, store, folder, search)
 
