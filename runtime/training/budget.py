@@ -60,7 +60,7 @@ from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.state import OptimizerState, runs_in_parts
-from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, storage_nbytes, used_by
+from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, CopyWaits, Tracked, storage_nbytes, used_by
 
 _log = logging.getLogger("cohabit.training")
 
@@ -219,10 +219,10 @@ class Budget:
 
     def _reset_steps(self) -> None:
         self._is_active = False
-        self._record = Record()
-        residency = self._residency
+        self._record, self._waits = Record(), CopyWaits()
+        residency, deliver = self._residency, self._interrupts.deliver
         self._saved = SavedTensors(
-            self._device, residency.copier, residency.spill, self._lock, self._record, self._interrupts.deliver
+            self._device, residency.copier, residency.spill, self._lock, self._record, self._waits, deliver
         )
         self._planner: StepPlanner | None = None
         if self._searcher is not None:
@@ -274,7 +274,7 @@ class Budget:
     @property
     def waits(self) -> int:
         """Number of times that the loop has waited for a copy since ops are no longer seen."""
-        return self._saved.waits + sum(state.waits for state in self._states)
+        return self._waits.count
 
     @property
     def held_bytes(self) -> int:
@@ -356,7 +356,9 @@ class Budget:
                 context.enter_context(self._saved.hooks())
                 residency, deliver = self._residency, self._interrupts.deliver
                 self._states = [
-                    OptimizerState(o, self._device, residency.copier, residency.spill, self._lock, deliver)
+                    OptimizerState(
+                        o, self._device, residency.copier, residency.spill, self._lock, self._waits, deliver
+                    )
                     for o in self._optimizers
                 ]
                 first = FirstStep(self._optimizers, self._residency, self._lock, self)
@@ -510,13 +512,15 @@ class Budget:
 
     def update_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._record.updating(False)
+        if (observed := self._record.observed) is not None and observed.starts_s:
+            observed.update_s += self._waits.clock_s() - observed.starts_s[-1]
 
     def step_ends(self, whole_bytes: int | None) -> None:
         """All optimizers have made a step; `whole_bytes` is the peak of the first one."""
         self._steps += 1
         departed_bytes = self._record.departed_bytes
         if self._planner is not None and self._mode is None and self._limit_bytes is not None:
-            self._planner.step_ends(self._limit_bytes - self._state_bytes())
+            self._planner.step_ends(self._limit_bytes, self._updating_bytes)
         self._saved.end_step()
         over_bytes, self._saved.over_bytes = self._saved.over_bytes, 0
         if self._steps == 1:
@@ -583,7 +587,7 @@ class Budget:
         self._own()
         over = step.height + self._recorded_state_bytes - limit_bytes
         if self._planner is not None and over > 0:
-            self._planner.begin()
+            self._planner.begin(self._states)
         for state in self._states:
             state.room = partial(self._room_of, state)
             with torch._C._DisableTorchDispatch():

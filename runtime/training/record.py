@@ -66,6 +66,8 @@ class ObservedStep:
     """Per storage: the events after which others than autograd hold it."""
     last: dict[int, int] = field(default_factory=dict)
     """Per storage that has died: the last event after which it was alive."""
+    update_s: float = 0.0
+    """Of the optimizers' steps, by the same clock."""
 
     @property
     def seconds(self) -> list[float]:
@@ -87,6 +89,8 @@ class Advice:
     """Storages that begin to return at an event, in the order of the plan."""
     moved: frozenset[int]
     """All of them."""
+    state_out_bytes: Mapping[int, int]
+    """Bytes of each optimizer's state that are out between steps, by its position."""
 
 
 class Record:

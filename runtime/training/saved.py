@@ -10,7 +10,6 @@ a searcher has planned the step, its advice says instead what leaves, and when c
 
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +23,14 @@ from cohabit.runtime.stores.pages import give_pages_back
 from cohabit.runtime.training.copies.copying import Copier
 from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
 from cohabit.runtime.training.record import Advice, Record
-from cohabit.runtime.training.tracked import LEAST_BYTES, StorageCopy, storage_address, storage_nbytes, storage_uses
+from cohabit.runtime.training.tracked import (
+    LEAST_BYTES,
+    CopyWaits,
+    StorageCopy,
+    storage_address,
+    storage_nbytes,
+    storage_uses,
+)
 
 _AHEAD: Final = 6
 """Entries that are on their way back at a time."""
@@ -111,10 +117,11 @@ class SavedTensors:
         spill: SpillStore,
         lock: AbstractContextManager[Any],
         record: Record,
+        waits: CopyWaits,
         deliver: Callable[[], None],
     ) -> None:
         self.device, self._copier, self._spill, self._lock = device, copier, spill, lock
-        self.record = record
+        self.record, self._waits = record, waits
         self._deliver = deliver
         """Called at the end of each hook: handles a signal that came meanwhile."""
         self.limit_bytes: int | None = None
@@ -128,7 +135,7 @@ class SavedTensors:
         self.has_room: Callable[[int], None] = lambda nbytes: None
         """Called with the limit when no saved tensor is out."""
         self.in_bytes = self.out_bytes = 0
-        self.moved_bytes = self.waits = 0
+        self.moved_bytes = 0
         self.peak_bytes = self.exceeded_bytes = 0
         self.over_bytes = 0
         """As `exceeded_bytes`, of this step."""
@@ -159,7 +166,6 @@ class SavedTensors:
         """Storages that the advice has leave or return by now, by their numbers in the step."""
         self._held: dict[_Entry, None] = {}
         """In a step that is observed: entries that others than autograd held at the last event."""
-        self.waited_s = 0.0
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return a context in which this thread's saved tensors are moved."""
@@ -282,7 +288,7 @@ class SavedTensors:
         if entry.state is _State.LOADING:
             copy = entry.copy
             assert copy is not None
-            self._wait(copy)
+            self._waits.wait(copy)
             self._arrived(entry, saved, copy)
         if entry.stream != stream:
             self._copier.streams.share(saved.storage)
@@ -303,7 +309,7 @@ class SavedTensors:
         """Note the time of an event, and which entries others than autograd hold after it."""
         observed = self.record.observed
         assert observed is not None
-        observed.starts_s.append(time.perf_counter() - self.waited_s)
+        observed.starts_s.append(self._waits.clock_s())
         for held in list(self._held):
             saved = held.ref()
             if saved is None or held.state is not _State.IN or self._is_alone(held, saved):
@@ -316,7 +322,7 @@ class SavedTensors:
         """The step that is observed ends here, unless further events come."""
         if self.record.observed is not None:
             del self.record.observed.starts_s[self.record.at + 1 :]
-            self.record.observed.starts_s.append(time.perf_counter() - self.waited_s)
+            self.record.observed.starts_s.append(self._waits.clock_s())
 
     def end_step(self) -> None:
         self.record.end_step(self.packs)
@@ -358,7 +364,7 @@ class SavedTensors:
         """Wait until the next ops fit: `beside` are bytes beside saved tensors and others that move."""
         while (over := self.in_bytes + self.others_bytes() + beside - limit_bytes) > 0:
             if any(not copy.is_load for _, copy in self._copies):
-                self._wait(self._copies[0][1])
+                self._waits.wait(self._copies[0][1])
                 self._collect()
             elif not self._leave(self.out_bytes + over, everything=True) and not self.free_others():
                 self.over_bytes = max(self.over_bytes, over)
@@ -366,13 +372,6 @@ class SavedTensors:
                 self.held_bytes = max(self.held_bytes, sum(entry.nbytes for entry in self._staying))
                 break
         self.peak_bytes = max(self.peak_bytes, self.in_bytes + self.others_bytes() + beside)
-
-    def _wait(self, copy: StorageCopy) -> None:
-        if not copy.end.is_set():
-            began_s = time.perf_counter()
-            copy.end.wait()
-            self.waits += 1
-            self.waited_s += time.perf_counter() - began_s
 
     @property
     def _is_advised(self) -> bool:

@@ -24,6 +24,7 @@ from cohabit.runtime.training.owners import state_tensors
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     REFERENCES,
+    CopyWaits,
     StorageCopy,
     storage_address,
     storage_nbytes,
@@ -37,6 +38,8 @@ _BY_PARAMETER: Final = (
 """Optimizers whose steps update each parameter on its own: a step on parts of the parameters has the same bits."""
 _TEMPORARIES: Final = 3
 """Bytes that an update takes beside the state, over those of its parameters."""
+_UPDATES: Final = 16
+"""Parts in which a plan sees an optimizer's step."""
 _PARTS: Final = 4
 """Parts in memory at a time: one is saved, one still held by the optimizer's step, one updated, one loaded."""
 
@@ -162,10 +165,11 @@ class OptimizerState:
         copier: Copier,
         spill: SpillStore,
         lock: AbstractContextManager[Any],
+        waits: CopyWaits,
         deliver: Callable[[], None],
     ) -> None:
         self._optimizer = weakref.proxy(optimizer)
-        self._deliver = deliver
+        self._waits, self._deliver = waits, deliver
         """Called at the end of each hook: handles a signal that came meanwhile."""
         self.is_moving = False
         self._device, self._copier, self._spill, self.lock = device, copier, spill, lock
@@ -173,7 +177,7 @@ class OptimizerState:
         """Bytes to be out between two steps."""
         self.room: Callable[[], int] = int
         """Returns the bytes that state and the update's temporaries may take during a step."""
-        self.total_bytes = self.out_bytes = self.moved_bytes = self.waits = 0
+        self.total_bytes = self.out_bytes = self.moved_bytes = 0
         self.held_bytes = 0
         """Bytes that had to leave and were held by others."""
         self._counted = -1
@@ -342,6 +346,21 @@ class OptimizerState:
             with self.lock:
                 self._count()
 
+    def updates(self) -> Iterator[tuple[int, int]]:
+        """Yield the bytes of state of some parameters and those that their update takes beside it, in order."""
+        state = self._optimizer.state
+        all_parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        most = self.total_bytes // _UPDATES if self._step_code is not None else self.total_bytes
+        state_bytes = taken = 0
+        for parameter in all_parameters:
+            state_bytes += self._bytes_of(dict.get(state, parameter))
+            taken += _TEMPORARIES * parameter.nbytes
+            if state_bytes > most:
+                yield state_bytes, taken
+                state_bytes = taken = 0
+        if state_bytes:
+            yield state_bytes, taken
+
     def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         most, chunk, nbytes = self.room() // _PARTS, list[torch.Tensor](), 0
         for parameter in parameters:
@@ -458,8 +477,7 @@ class OptimizerState:
             if not away.is_out:
                 for moved in away.moved:
                     if moved.copy is not None:
-                        self.waits += not moved.copy.end.is_set()
-                        moved.copy.end.wait()
+                        self._waits.wait(moved.copy)
         self._collect()
 
     def _collect(self) -> None:
@@ -497,8 +515,7 @@ class OptimizerState:
         for moved in away.moved:
             copy = moved.copy
             if away.is_loading and copy is not None:
-                self.waits += not copy.end.is_set()
-                copy.end.wait()
+                self._waits.wait(copy)
                 if copy.error is not None:
                     raise copy.error
         for moved in away.moved:

@@ -2,14 +2,15 @@
 
 An op of the graph is what runs between two events of autograd, packs and unpacks. A saved storage is an activation: the
 op before its first pack writes it, and ops use it while others than autograd hold it. It can leave in the gaps between.
-Everything else in memory during an op is the op's scratch: temporaries, parameters, gradients. What is there during all
-ops is left out of the graph and of the memory.
+The optimizers' steps follow, in parts: each changes the state of some parameters. Everything else in memory during an
+op is the op's scratch: temporaries, parameters, gradients. What is there during all ops is left out of the graph and
+of the memory.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Final, NamedTuple
 
 from cohabit.planner.errors import InvalidGraph
@@ -34,6 +35,16 @@ class Absence(NamedTuple):
     returns_after: int
 
 
+class StepUpdate(NamedTuple):
+    """A part of an optimizer's step."""
+
+    optimizer: int
+    """Its position."""
+    state_bytes: int
+    beside_bytes: int
+    """In memory meanwhile, beside state."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepProblem:
     """A recorded step to plan."""
@@ -45,6 +56,8 @@ class StepProblem:
     """Per op, the event at which it begins."""
     number_of: Mapping[int, int]
     """The storage's number, by its tensor."""
+    update_of: Mapping[int, StepUpdate]
+    """By the tensor of its state."""
 
     def advice(self, plan: Plan) -> Advice:
         """Return when storages leave and return by a plan of this problem."""
@@ -56,71 +69,91 @@ class StepProblem:
             leaving[self.event_of[absence.leaves_after] + 1].append(number)
             returning[self.event_of[absence.returns_after] + 1].append(number)
         moved = frozenset(self.number_of[absence.tensor] for absence in absences)
+        residents = {placement.tensor for placement in plan.residents}
+        state_out_bytes = defaultdict[int, int](int)
+        for tensor, update in self.update_of.items():
+            if tensor not in residents:
+                state_out_bytes[update.optimizer] += update.state_bytes
         searcher = "" if plan.provenance is None else plan.provenance.searcher
-        return Advice(searcher, dict(leaving), dict(returning), moved)
+        return Advice(searcher, dict(leaving), dict(returning), moved, dict(state_out_bytes))
 
 
 def step_problem(
-    step: RecordedStep, observed: ObservedStep, memory_bytes: int, swap_in: Link, swap_out: Link
+    step: RecordedStep,
+    observed: ObservedStep,
+    updates: Sequence[StepUpdate],
+    memory_bytes: int,
+    swap_in: Link,
+    swap_out: Link,
 ) -> StepProblem:
-    """Return a recorded step as a problem. `memory_bytes` are for all but the optimizers' state.
-
-    Raises InvalidGraph if no saved storage can leave.
-    """
+    """Return a recorded step as a problem. Raises InvalidGraph if nothing of it can leave memory."""
     events = len(step.events)
     turn = next((i for i, event in enumerate(step.events) if event.nbytes < 0), events)
     spans = _spans(step, observed)
-    # What is in memory during each event beside the storages of the graph.
-    alive = [0] * (events + 1)
-    for number, uses in spans.items():
-        nbytes = _nbytes(step, number)
-        alive[uses[0] + 1] += nbytes
-        alive[min(uses[-1] + 2, events)] -= nbytes
-    beside, now = list[int](), 0
-    for index in range(events + 1):
-        now += alive[index]
-        event = max(index - 1, 0)
-        beside.append(max(step.events[event].saved_bytes + step.beside[event] - now, 0))
-    always = min(beside)
-    # Tensors: `_FORWARD`, one without bytes per op, which keeps the order of the ops, and the storages.
+    if not spans and not updates:
+        raise InvalidGraph("the step saves nothing that autograd alone holds for some time")
+    beside = _beside(step, spans)
+    always = min(*beside, *(update.beside_bytes for update in updates))
+    # Ops in order: before the first event, after each, and the inserted one; `event_of` says which.
     event_of = [*range(_BEFORE, turn), turn - 1, *range(turn, events)]
     inserted = turn + 1
-    tensors = [_FORWARD, *(Tensor(f"after{k}", 0, "activation") for k in range(len(event_of)))]
+    op_at = {event: k for k, event in enumerate(event_of) if k != inserted}
+    # Tensors: `_FORWARD`, one without bytes per op, which keeps the order of the ops, the storages, and the state.
+    count = len(event_of) + len(updates)
+    tensors = [_FORWARD, *(Tensor(f"after{k}", 0, "activation") for k in range(count))]
     number_of = {len(tensors) + i: number for i, number in enumerate(spans)}
     tensors += [Tensor(f"saved{n}", _nbytes(step, n), "activation") for n in spans]
-    op_at = {event: k for k, event in enumerate(event_of) if k != inserted}
+    update_of = {len(tensors) + i: update for i, update in enumerate(updates)}
+    tensors += [Tensor(f"state{i}", update.state_bytes, "state") for i, update in enumerate(updates)]
     reads, writes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for tensor, number in number_of.items():
         first, *others = spans[number]
         writes[op_at[first]].append(tensor)
         for event in others:
             reads[op_at[event]].append(tensor)
-    ops = []
+    ops, op_seconds, seconds = list[Op](), list[float](), observed.seconds
     for k, event in enumerate(event_of):
-        before = [k] if k else []
-        forward = [0] if k <= inserted else []
+        is_run = event != _BEFORE and k != inserted
         ops.append(
             Op(
                 f"op{k}",
-                "+".join(step.ran[event]) if event >= 0 and k != inserted else "",
-                reads=(*forward, *before, *reads[k]),
+                "+".join(step.ran[event]) if is_run else "",
+                reads=(*([0] if k <= inserted else []), *([k] if k else []), *reads[k]),
                 writes=(k + 1, *writes[k]),
                 scratch_bytes=beside[event + 1] - always,
                 mutates=(0,) if k == inserted else (),
             )
         )
+        op_seconds.append(seconds[event] if is_run else 0.0)
+    state_bytes = sum(update.state_bytes for update in updates)
+    for tensor, update in update_of.items():
+        k = len(ops)
+        scratch_bytes = update.beside_bytes - always
+        ops.append(Op(f"update{k}", "update", (k, tensor), (k + 1,), scratch_bytes, mutates=(tensor,)))
+        op_seconds.append(observed.update_s * update.state_bytes / state_bytes)
     graph = Graph("step", 1, "", tuple(tensors), tuple(ops), (len(ops),))
     graph.validate()
-    seconds = observed.seconds
-    op_seconds = [seconds[event] if event >= 0 and k != inserted else 0.0 for k, event in enumerate(event_of)]
     profile = Profile(graph.fingerprint, "cpu", tuple(op_seconds), swap_in, swap_out)
-    return StepProblem(graph, profile, single_budget(max(memory_bytes - always, 1)), event_of, number_of)
+    memory = single_budget(max(memory_bytes - always, 1))
+    return StepProblem(graph, profile, memory, event_of, number_of, update_of)
+
+
+def _beside(step: RecordedStep, spans: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return what is in memory during each event beside the storages of the graph; first, before the first event."""
+    events = len(step.events)
+    changes = [0] * (events + 2)
+    for number, span in spans.items():
+        changes[span[0] + 1] += _nbytes(step, number)
+        changes[span[-1] + 2] -= _nbytes(step, number)
+    all_bytes = [e.saved_bytes + beside for e, beside in zip(step.events, step.beside, strict=True)]
+    counted = accumulate(changes)
+    return [max(whole - mine, 0) for whole, mine in zip([all_bytes[0], *all_bytes], counted, strict=False)]
 
 
 def _spans(step: RecordedStep, observed: ObservedStep) -> dict[int, list[int]]:
-    """Return the events after which each storage is in use, from the one before its first pack to its death.
+    """Return the events after which a storage is in use, from the one before its first pack to its death.
 
-    Only of storages that nobody needs for some time. Raises InvalidGraph if there are none.
+    Only of storages that nobody needs for some time.
     """
     found = {}
     for number, uses in observed.uses.items():
@@ -128,8 +161,6 @@ def _spans(step: RecordedStep, observed: ObservedStep) -> dict[int, list[int]]:
         span = sorted({uses[0] - 1, *uses, max(last, uses[-1])})
         if number >= 0 and any(b > a + 1 for a, b in pairwise(span)):
             found[number] = span
-    if not found:
-        raise InvalidGraph("the step saves nothing that autograd alone holds for some time")
     return found
 
 
