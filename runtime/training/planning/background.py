@@ -81,6 +81,8 @@ def _read(file: IO[bytes]) -> bytes:
 
 def main() -> None:
     from cohabit.planner.problem import Limit, Problem
+    from cohabit.planner.schedule.serial import serial_schedule
+    from cohabit.planner.schedule.write import write
     from cohabit.planner.search.driver import search
 
     os.nice(_LOWEST_PRIORITY)
@@ -88,8 +90,11 @@ def main() -> None:
     problem = Problem(request.graph, request.profile, request.memory, objective="period")
     try:
         plan = search(problem, request.searcher, limit=Limit(seconds=_MOST_S))
+        serial = write(problem, serial_schedule(problem), plan.pool_bytes)
     except CohabitError as error:
         sys.exit(str(error))
+    if plan.steps == serial.steps:
+        sys.exit(f"the rule of {request.searcher} needs more memory")
     sys.stdout.buffer.write(encode_plan(plan))
 
 

@@ -2,9 +2,9 @@
 
 An op of the graph is what runs between two events of autograd, packs and unpacks. A saved storage is an activation: the
 op before its first pack writes it, and ops use it while others than autograd hold it. It can leave in the gaps between.
-The optimizers' steps follow, in parts: each changes the state of some parameters. Everything else in memory during an
-op is the op's scratch: temporaries, parameters, gradients. What is there during all ops is left out of the graph and
-of the memory.
+The optimizers' state is written by ops without time at the beginning, and used by their steps at the end, in parts.
+Everything else in memory during an op is its scratch: temporaries, parameters, gradients. What is there during all ops
+is left out of the graph and of the memory.
 """
 
 from collections import defaultdict
@@ -62,20 +62,18 @@ class StepProblem:
     def advice(self, plan: Plan) -> Advice:
         """Return when storages leave and return by a plan of this problem."""
         leaving, returning = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-        absences = list(_absences(self.graph, plan))
-        for absence in absences:
+        moved, state_out_bytes = set[int](), defaultdict[int, int](int)
+        for absence in _absences(self.graph, plan):
+            if (update := self.update_of.get(absence.tensor)) is not None:
+                state_out_bytes[update.optimizer] += update.state_bytes
+                continue
             number = self.number_of[absence.tensor]
             # An op has ended once the next event comes.
             leaving[self.event_of[absence.leaves_after] + 1].append(number)
             returning[self.event_of[absence.returns_after] + 1].append(number)
-        moved = frozenset(self.number_of[absence.tensor] for absence in absences)
-        residents = {placement.tensor for placement in plan.residents}
-        state_out_bytes = defaultdict[int, int](int)
-        for tensor, update in self.update_of.items():
-            if tensor not in residents:
-                state_out_bytes[update.optimizer] += update.state_bytes
+            moved.add(number)
         searcher = "" if plan.provenance is None else plan.provenance.searcher
-        return Advice(searcher, dict(leaving), dict(returning), moved, dict(state_out_bytes))
+        return Advice(searcher, dict(leaving), dict(returning), frozenset(moved), dict(state_out_bytes))
 
 
 def step_problem(
@@ -94,58 +92,61 @@ def step_problem(
         raise InvalidGraph("the step saves nothing that autograd alone holds for some time")
     beside = _beside(step, spans)
     always = min(*beside, *(update.beside_bytes for update in updates))
-    # Ops in order: before the first event, after each, and the inserted one; `event_of` says which.
-    event_of = [*range(_BEFORE, turn), turn - 1, *range(turn, events)]
-    inserted = turn + 1
-    op_at = {event: k for k, event in enumerate(event_of) if k != inserted}
-    # Tensors: `_FORWARD`, one without bytes per op, which keeps the order of the ops, the storages, and the state.
-    count = len(event_of) + len(updates)
-    tensors = [_FORWARD, *(Tensor(f"after{k}", 0, "activation") for k in range(count))]
-    number_of = {len(tensors) + i: number for i, number in enumerate(spans)}
-    tensors += [Tensor(f"saved{n}", _nbytes(step, n), "activation") for n in spans]
-    update_of = {len(tensors) + i: update for i, update in enumerate(updates)}
-    tensors += [Tensor(f"state{i}", update.state_bytes, "state") for i, update in enumerate(updates)]
-    reads, writes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
-    for tensor, number in number_of.items():
-        first, *others = spans[number]
-        writes[op_at[first]].append(tensor)
-        for event in others:
-            reads[op_at[event]].append(tensor)
-    ops, op_seconds, seconds = list[Op](), list[float](), observed.seconds
-    for k, event in enumerate(event_of):
-        is_run = event != _BEFORE and k != inserted
-        ops.append(
-            Op(
-                f"op{k}",
-                "+".join(step.ran[event]) if is_run else "",
-                reads=(*([0] if k <= inserted else []), *([k] if k else []), *reads[k]),
-                writes=(k + 1, *writes[k]),
-                scratch_bytes=beside[event + 1] - always,
-                mutates=(0,) if k == inserted else (),
-            )
-        )
-        op_seconds.append(seconds[event] if is_run else 0.0)
     state_bytes = sum(update.state_bytes for update in updates)
-    for tensor, update in update_of.items():
-        k = len(ops)
-        scratch_bytes = update.beside_bytes - always
-        ops.append(Op(f"update{k}", "update", (k, tensor), (k + 1,), scratch_bytes, mutates=(tensor,)))
-        op_seconds.append(observed.update_s * update.state_bytes / state_bytes)
+    # Ops in order, each with its event, target, seconds and scratch: those that write state, one before the first
+    # event, one after each, and the steps of optimizers. Before the first unpack, one is inserted.
+    rows: list[tuple[int, str, float, int]] = [(_BEFORE, "", 0.0, beside[0] - always) for _ in (*updates, None)]
+    for event, (names, seconds) in enumerate(zip(step.ran, observed.seconds, strict=True)):
+        if event == turn:
+            rows.append((turn - 1, "", 0.0, beside[turn] - always))
+        rows.append((event, "+".join(names), seconds, beside[event + 1] - always))
+    for update in updates:
+        seconds = observed.update_s * update.state_bytes / state_bytes
+        rows.append((events - 1, "update", seconds, update.beside_bytes - always))
+    turned = len(updates) + 1 + turn
+    op_of = {event: k for k, (event, *_) in enumerate(rows[: len(rows) - len(updates)]) if k != turned}
+    # Tensors: `_FORWARD`, one without bytes per op, which keeps the order of the ops, the storages, and the state.
+    tensors = [_FORWARD, *(Tensor(f"after{k}", 0, "activation") for k in range(len(rows)))]
+    reads, writes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    number_of, update_of = dict[int, int](), dict[int, StepUpdate]()
+    for number, (first, *others) in spans.items():
+        number_of[len(tensors)] = number
+        writes[op_of[first]].append(len(tensors))
+        for event in others:
+            reads[op_of[event]].append(len(tensors))
+        tensors.append(Tensor(f"saved{number}", _nbytes(step, number), "activation"))
+    for k, update in enumerate(updates):
+        update_of[len(tensors)] = update
+        writes[k].append(len(tensors))
+        reads[len(rows) - len(updates) + k].append(len(tensors))
+        tensors.append(Tensor(f"state{k}", update.state_bytes, "activation"))
+    ops = [
+        Op(
+            f"op{k}",
+            target,
+            reads=(*([0] if k <= turned else []), *([k] if k else []), *reads[k]),
+            writes=(k + 1, *writes[k]),
+            scratch_bytes=scratch_bytes,
+            mutates=(0,) if k == turned else (),
+        )
+        for k, (_, target, _, scratch_bytes) in enumerate(rows)
+    ]
     graph = Graph("step", 1, "", tuple(tensors), tuple(ops), (len(ops),))
     graph.validate()
-    profile = Profile(graph.fingerprint, "cpu", tuple(op_seconds), swap_in, swap_out)
+    profile = Profile(graph.fingerprint, "cpu", tuple(seconds for _, _, seconds, _ in rows), swap_in, swap_out)
     memory = single_budget(max(memory_bytes - always, 1))
-    return StepProblem(graph, profile, memory, event_of, number_of, update_of)
+    return StepProblem(graph, profile, memory, [event for event, *_ in rows], number_of, update_of)
 
 
 def _beside(step: RecordedStep, spans: Mapping[int, Sequence[int]]) -> list[int]:
     """Return what is in memory during each event beside the storages of the graph; first, before the first event."""
-    events = len(step.events)
-    changes = [0] * (events + 2)
+    changes = [0] * (len(step.events) + 2)
     for number, span in spans.items():
         changes[span[0] + 1] += _nbytes(step, number)
         changes[span[-1] + 2] -= _nbytes(step, number)
-    all_bytes = [e.saved_bytes + beside for e, beside in zip(step.events, step.beside, strict=True)]
+    # Where no op ran, nothing was noted, and there is what was there before.
+    noted = list(accumulate(step.beside, lambda before, now: now or before))
+    all_bytes = [event.saved_bytes + beside for event, beside in zip(step.events, noted, strict=True)]
     counted = accumulate(changes)
     return [max(whole - mine, 0) for whole, mine in zip([all_bytes[0], *all_bytes], counted, strict=False)]
 
@@ -191,7 +192,7 @@ def _absences(graph: Graph, plan: Plan) -> Iterator[Absence]:
                 if step.tensor in saved_after:
                     leaves_after[step.tensor] = max(saved_after[step.tensor], used.get(step.tensor, 0))
             case SwapIn():
-                if graph.tensors[step.tensor].kind == "activation" and step.tensor in leaves_after:
+                if step.tensor in leaves_after and graph.tensors[step.tensor].nbytes:
                     leaves = leaves_after.pop(step.tensor)
                     yield Absence(step.tensor, leaves, max(at, leaves))
         known.append(at)
