@@ -586,13 +586,13 @@ class Budget:
         saved = self._saved
         self._own()
         over = step.height + self._recorded_state_bytes - limit_bytes
-        if self._planner is not None and over > 0:
-            self._planner.begin(self._states)
         for state in self._states:
             state.room = partial(self._room_of, state)
             with torch._C._DisableTorchDispatch():
                 state.start(max(over, 0), self._bring_in_for_good)
             over -= state.total_bytes
+        if self._planner is not None and step.height + self._recorded_state_bytes > limit_bytes:
+            self._planner.begin(self._states)
         self._stop_seeing()
         saved.others_bytes = self._state_bytes
         saved.free_others = lambda: any(state.free() for state in self._states)

@@ -22,8 +22,10 @@ class StepPlanner:
         """`bytes_per_s` returns the measured speed of copies out (False) and in (True)."""
         self._searcher, self._saved, self._bytes_per_s = searcher, saved, bytes_per_s
         self._states: Sequence[OptimizerState] = ()
+        self._goals: Sequence[int] = ()
+        """Bytes of each optimizer's state that are out between steps, without a plan."""
         self._search: BackgroundSearch | None = None
-        self._problem: StepProblem | None = None
+        self.problem: StepProblem | None = None
 
     @property
     def _record(self) -> Record:
@@ -32,16 +34,16 @@ class StepPlanner:
     def begin(self, states: Sequence[OptimizerState]) -> None:
         """Observe the next step that follows the record, and plan it."""
         self.close()
-        self._states = states
+        self._states, self._goals = states, [state.out_goal for state in states]
         self._record.observed = ObservedStep()
 
     def step_ends(self, memory_bytes: int, updating_bytes: int) -> None:
         """`updating_bytes` are in memory during an update, beside state and what the update itself makes."""
         try:
-            if self._search is not None and self._problem is not None:
+            if self._search is not None and self.problem is not None:
                 plan = self._search.poll()
                 if plan is not None:
-                    self._follow(self._problem.advice(plan))
+                    self.follow(self.problem.advice(plan))
                     self._end_search()
             elif (observed := self._record.finish_observing()) is not None:
                 self._start(observed, memory_bytes, updating_bytes)
@@ -53,6 +55,12 @@ class StepPlanner:
                 error,
             )
 
+    def follow(self, advice: Advice | None) -> None:
+        """Follow a plan from the next step on. None: what was saved first leaves first."""
+        self._saved.advice = advice
+        for number, (state, goal) in enumerate(zip(self._states, self._goals, strict=True)):
+            state.out_goal = goal if advice is None else advice.state_out_bytes.get(number, 0)
+
     def close(self) -> None:
         """Follow no plan, and search none."""
         self._record.observed = self._saved.advice = None
@@ -61,11 +69,6 @@ class StepPlanner:
     def after_fork(self) -> None:
         """Continue in a forked process: the search is the parent's."""
         self._search = self._record.observed = self._saved.advice = None
-
-    def _follow(self, advice: Advice) -> None:
-        self._saved.advice = advice
-        for number, state in enumerate(self._states):
-            state.out_goal = advice.state_out_bytes.get(number, 0)
 
     def _start(self, observed: ObservedStep, memory_bytes: int, updating_bytes: int) -> None:
         step = self._record.step
@@ -78,8 +81,8 @@ class StepPlanner:
             for number, state in enumerate(self._states)
             for state_bytes, taken in state.updates()
         ]
-        self._problem = step_problem(step, observed, updates, memory_bytes, Link(0.0, back), Link(0.0, out))
-        problem = self._problem
+        self.problem = step_problem(step, observed, updates, memory_bytes, Link(0.0, back), Link(0.0, out))
+        problem = self.problem
         self._search = BackgroundSearch(
             SearchRequest(self._searcher, problem.graph, problem.profile, problem.memory)
         )
