@@ -485,6 +485,12 @@ class Budget:
 
     # Steps
 
+    def _others_bytes(self) -> tuple[int, int]:
+        """Return the bytes of optimizers' state in memory, and of what of it stays."""
+        for state in self._states:
+            state.collect()
+        return self._state_bytes(), sum(state.staying_bytes for state in self._states)
+
     def _state_bytes(self) -> int:
         return sum(state.in_bytes for state in self._states)
 
@@ -594,7 +600,7 @@ class Budget:
         if self._planner is not None and step.height + self._recorded_state_bytes > limit_bytes:
             self._planner.begin(self._states)
         self._stop_seeing()
-        saved.others_bytes = self._state_bytes
+        saved.others_bytes = self._others_bytes
         saved.free_others = lambda: any(state.free() for state in self._states)
         saved.has_room = self._prefetch_state
         saved.limit_bytes = limit_bytes

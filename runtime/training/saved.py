@@ -128,8 +128,8 @@ class SavedTensors:
         """None: nothing leaves."""
         self.nbytes_of: Callable[[Any], int] = storage_nbytes
         """Returns the size of a storage, also of one that a mode has evicted."""
-        self.others_bytes: Callable[[], int] = int
-        """Returns the bytes in memory that move, but are not autograd's: the optimizers' state."""
+        self.others_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Returns the bytes in memory that move, but are not autograd's, and those that stay: optimizers' state."""
         self.free_others: Callable[[], bool] = bool
         """Makes some of these leave; returns whether there were any."""
         self.has_room: Callable[[int], None] = lambda nbytes: None
@@ -349,12 +349,12 @@ class SavedTensors:
     def _keep_within(self, limit_bytes: int) -> None:
         """Begin what has to leave by the step's peak, and wait for it as far as it has to be out by now."""
         beside, coming = self.record.beside()
-        others = self.others_bytes()
+        others, staying = self.others_bytes()
         # What has to be out by the highest point ahead, if what will be saved until then stays.
         if self._is_advised:
             self._leave_as_advised()
-        elif self.out_bytes < coming + others - limit_bytes:
-            self._leave(coming + others - limit_bytes)
+        elif self.out_bytes < coming + staying - limit_bytes:
+            self._leave(coming + staying - limit_bytes)
         if self.in_bytes + others + beside > limit_bytes:
             self._fit(beside, limit_bytes)
         else:
@@ -362,7 +362,7 @@ class SavedTensors:
 
     def _fit(self, beside: int, limit_bytes: int) -> None:
         """Wait until the next ops fit: `beside` are bytes beside saved tensors and others that move."""
-        while (over := self.in_bytes + self.others_bytes() + beside - limit_bytes) > 0:
+        while (over := self.in_bytes + self.others_bytes()[0] + beside - limit_bytes) > 0:
             if any(not copy.is_load for _, copy in self._copies):
                 self._waits.wait(self._copies[0][1])
                 self._collect()
@@ -371,7 +371,7 @@ class SavedTensors:
                 self.exceeded_bytes = max(self.exceeded_bytes, over)
                 self.held_bytes = max(self.held_bytes, sum(entry.nbytes for entry in self._staying))
                 break
-        self.peak_bytes = max(self.peak_bytes, self.in_bytes + self.others_bytes() + beside)
+        self.peak_bytes = max(self.peak_bytes, self.in_bytes + self.others_bytes()[0] + beside)
 
     @property
     def _is_advised(self) -> bool:
@@ -458,7 +458,7 @@ class SavedTensors:
         coming = sum(copy.is_load for _, copy in self._copies)
         if coming >= _AHEAD:
             return
-        free = limit_bytes - self.in_bytes - self.others_bytes() - self.record.soon_beside()
+        free = limit_bytes - self.in_bytes - self.others_bytes()[0] - self.record.soon_beside()
         numbers = self.record.upcoming(entry.first_pack)
         if self._is_advised:
             numbers = self._advised_returns(numbers)

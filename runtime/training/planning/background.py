@@ -22,7 +22,7 @@ from cohabit.planner.plan import encode as encode_plan
 from cohabit.planner.profile import Profile
 from cohabit.runtime.errors import UnusableTraining
 
-_MOST_S: Final = 60.0
+_MOST_S: Final = 30.0
 """Seconds after which the best plan so far is taken."""
 _LOWEST_PRIORITY: Final = 19
 _ROOT: Final = str(Path(__file__).parents[4])

@@ -80,6 +80,7 @@ class StepPlanner:
             StepUpdate(number, state_bytes, updating_bytes + taken)
             for number, state in enumerate(self._states)
             for state_bytes, taken in state.updates()
+            if state_bytes
         ]
         self.problem = step_problem(step, observed, updates, memory_bytes, Link(0.0, back), Link(0.0, out))
         problem = self.problem

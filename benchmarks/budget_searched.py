@@ -1,0 +1,300 @@
+"""Training loops under `cohabit.budget` over a slow disk: searched plans against first saved, first out.
+
+One loop per net, share and disk records its step. Searchers plan it, each in a process of its own, as `search=` has it.
+Then the loop follows the plans in turns, two steps each, of which the second is measured, and an eager loop makes the
+same steps beside it. A checkpointed loop makes one step per round. The disk is a file whose copies take as long as one
+of the given speed would need, in both directions together.
+"""
+
+import gc
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import cohabit
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.unseen_training_nets import NETS, Net, decoder_batch, diffusion_batch, point_batch, speech_batch
+from cohabit.planner.errors import CohabitError
+from cohabit.runtime.training.budget import Budget
+from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
+from cohabit.runtime.training.planning.background import BackgroundSearch, SearchRequest
+from cohabit.runtime.training.planning.planned import StepPlanner
+from cohabit.runtime.training.record import Advice
+from cohabit.runtime.training.tracked import storage_nbytes
+
+BATCHES: dict[str, Callable[[torch.Generator], tuple[torch.Tensor, ...]]] = {
+    "conformer_ctc": lambda generator: speech_batch(generator, 1),
+    "point_transformer": lambda generator: point_batch(generator, 1),
+    "diffusion_unet": lambda generator: diffusion_batch(generator, 6, 48),
+    "gqa_decoder": lambda generator: decoder_batch(generator, 1, 384),
+}
+"""Smaller than the nets' own: steps of about a second."""
+SEARCHERS = ("interval", "capuchin", "tflms", "vdnn", "dynprog", "best")
+FIFO, CHECKPOINTED = "first saved", "checkpoint"
+WARM_STEPS = 3
+MIB = 1 << 20
+
+
+class ThrottledStore:
+    """A spill store as fast as a slow disk: a copy ends no earlier than it would there."""
+
+    def __init__(self, store: SpillStore, bytes_per_s: float) -> None:
+        self._store, self._bytes_per_s = store, bytes_per_s
+        self._free_s = 0.0
+
+    def take(self, nbytes: int) -> SpillSlot:
+        return _ThrottledSlot(self, self._store.take(nbytes))
+
+    def give_back(self, slot: Any) -> None:
+        self._store.give_back(slot.slot)
+
+    def pay(self, nbytes: int, began_s: float) -> None:
+        """Wait until a copy that began then would have ended."""
+        self._free_s = max(self._free_s, began_s) + nbytes / self._bytes_per_s
+        if (left_s := self._free_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+
+
+class _ThrottledSlot:
+    def __init__(self, store: ThrottledStore, slot: SpillSlot) -> None:
+        self._store, self.slot, self.capacity = store, slot, slot.capacity
+
+    def save(self, storage: Any) -> None:
+        began_s = time.perf_counter()
+        self.slot.save(storage)
+        self._store.pay(storage_nbytes(storage), began_s)
+
+    def load(self, storage: Any) -> None:
+        began_s = time.perf_counter()
+        self.slot.load(storage)
+        self._store.pay(storage_nbytes(storage), began_s)
+
+
+class Loop:
+    """A net in training. Loops of the same net make the same steps."""
+
+    def __init__(self, name: str) -> None:
+        self._net: Net = NETS[name]
+        torch.manual_seed(0)
+        self.model = self._net.build()
+        self.optimizer = self._net.optimizer(self.model)
+        self._batch = BATCHES[name](torch.Generator().manual_seed(1))
+        self._steps = 0
+        self.loss = 0.0
+
+    def step(self) -> tuple[float, float]:
+        """Return the seconds that a step took: of the main thread's CPU, and of wall time."""
+        torch.manual_seed(self._steps)
+        self._steps += 1
+        began, cpu = time.perf_counter(), time.thread_time()
+        self.optimizer.zero_grad()
+        loss = self._net.loss(self.model, self._batch)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        self.loss = loss.item()
+        return time.thread_time() - cpu, time.perf_counter() - began
+
+
+@dataclass
+class Seconds:
+    """A contestant's measured steps, and eager ones right after each."""
+
+    cpu: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    wall: list[float] = field(default_factory=list)
+    eager_cpu: list[float] = field(default_factory=list)
+    eager_wall: list[float] = field(default_factory=list)
+    moved_mib: list[float] = field(default_factory=list)
+
+    def cell(self) -> dict[str, float]:
+        """Return medians. `ratio` is of the main thread's CPU and waits, `wall` of all time, over eager's."""
+        ratios = [(c + w) / e for c, w, e in zip(self.cpu, self.waited, self.eager_cpu, strict=True)]
+        walls = [w / e for w, e in zip(self.wall, self.eager_wall, strict=True)]
+        return {
+            "ratio": statistics.median(ratios),
+            "wall": statistics.median(walls),
+            "waited_s": statistics.median(self.waited),
+            "eager_s": statistics.median(self.eager_cpu),
+            "moved_mib": statistics.median(self.moved_mib),
+        }
+
+
+def measured(name: str, share: str, mb_per_s: float, rounds: int) -> dict[str, Any]:
+    """Return the contestants' cells by name; a string says why there is no plan."""
+    others = ThreadPoolExecutor(1)  # of a thread that the budget does not see
+    others.submit(torch.set_num_threads, 1).result()
+    loop, eager, checkpointed = Loop(name), Loop(name), Loop(name)
+    checkpointed.model.checkpointing = True  # type: ignore[assignment]
+    limits = cohabit.budget(share, loop.model, loop.optimizer, store="file", search=SEARCHERS[0])
+    limits._residency.spill = ThrottledStore(limits._residency.spill, 1e6 * mb_per_s)
+    is_same = True
+
+    def both() -> tuple[tuple[float, float], tuple[float, float], float, float]:
+        """Make a step of the loop and an eager one. Returns both's seconds, the loop's waits, and the bytes moved."""
+        nonlocal is_same
+        waited, moved = limits._waits.seconds, limits.moved_bytes
+        mine, theirs = loop.step(), others.submit(eager.step).result()
+        is_same &= loop.loss == eager.loss
+        return mine, theirs, limits._waits.seconds - waited, limits.moved_bytes - moved
+
+    with limits:
+        planner = limits._planner
+        assert planner is not None
+        for _ in range(WARM_STEPS):
+            both()
+        if planner.problem is None:
+            return {"none": "parameters would have to leave"}
+        plans: dict[str, Advice | None] = {FIFO: None}
+        failed: dict[str, str] = {}
+        for searcher in SEARCHERS:
+            try:
+                plans[searcher] = planned(planner, searcher)
+            except CohabitError as error:
+                failed[searcher] = str(error)
+        found = {searcher: Seconds() for searcher in (*plans, CHECKPOINTED)}
+        for _ in range(rounds):
+            for searcher, advice in plans.items():
+                planner.follow(advice)
+                both()
+                mine, theirs, waited_s, moved_bytes = both()
+                add(found[searcher], mine, theirs, waited_s, moved_bytes)
+            add(found[CHECKPOINTED], others.submit(checkpointed.step).result(), theirs, 0.0, 0.0)
+        least_bytes = 2 * (height_of(limits) - (limits.limit_bytes or 0))
+        peak = limits.peak_bytes / (limits.limit_bytes or 1)
+    cells: dict[str, Any] = {searcher: seconds.cell() for searcher, seconds in found.items()}
+    gc.collect()
+    return {
+        **cells,
+        **failed,
+        "least_s": least_bytes / 1e6 / mb_per_s,
+        "least_mib": least_bytes / MIB,
+        "peak": peak,
+        "same": is_same,
+    }
+
+
+def add(
+    seconds: Seconds, mine: tuple[float, float], theirs: tuple[float, float], waited_s: float, moved_bytes: float
+) -> None:
+    seconds.cpu.append(mine[0])
+    seconds.wall.append(mine[1])
+    seconds.eager_cpu.append(theirs[0])
+    seconds.eager_wall.append(theirs[1])
+    seconds.waited.append(waited_s)
+    seconds.moved_mib.append(moved_bytes / MIB)
+
+
+def height_of(limits: Budget) -> int:
+    """Return the peak of the recorded step if all is in memory."""
+    assert limits._record.step is not None
+    return limits._record.step.height + limits._recorded_state_bytes
+
+
+def planned(planner: StepPlanner, searcher: str) -> Advice:
+    """Plan the recorded step. Raises CohabitError if there is no plan."""
+    problem = planner.problem
+    assert problem is not None
+    search = BackgroundSearch(SearchRequest(searcher, problem.graph, problem.profile, problem.memory))
+    try:
+        while (plan := search.poll()) is None:
+            time.sleep(0.1)
+        return problem.advice(plan)
+    finally:
+        search.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 if all losses are eager's."""
+    parser = parser_of("benchmarks.budget_searched", __doc__)
+    parser.add_argument("--nets", nargs="+", choices=tuple(BATCHES), default=list(BATCHES), help="(default: all)")
+    parser.add_argument("--shares", nargs="+", default=["60%", "40%"], help="(default: %(default)s)")
+    parser.add_argument(
+        "--disks", nargs="+", type=float, default=[100.0, 400.0], help="MB/s (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    path = options.folder / "budget-searched.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cells: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    keys = [(disk, net, share) for disk in options.disks for net in options.nets for share in options.shares]
+    for disk, net, share in keys:
+        key = key_of(disk, net, share)
+        if key not in cells:
+            cells[key] = measured(net, share, disk, options.rounds)
+            path.write_text(json.dumps(cells, indent=1))
+            print(key, cells[key], flush=True)
+    sections = [ABOUT.format(rounds=options.rounds)]
+    for disk in options.disks:
+        of_disk = {key_of(disk, net, share): (net, share) for net in options.nets for share in options.shares}
+        sections += sections_of(
+            disk, {title: cells[key] for key, title in of_disk.items() if "none" not in cells[key]}
+        )
+    publish(options, "Searched plans of a training step over a slow disk", sections)
+    return 0 if all(cells[key_of(*key)].get("same", True) for key in keys) else 1
+
+
+def key_of(disk: float, net: str, share: str) -> str:
+    return f"{net} {share} {disk:g}"
+
+
+def sections_of(disk: float, cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:
+    names = (FIFO, *SEARCHERS, CHECKPOINTED)
+    rows, others, gains = [], [], dict[str, list[float]]()
+    for (net, share), cell in cells.items():
+        shown = [f"{c['ratio']:.2f}" if isinstance(c := cell[name], dict) else "no plan" for name in names]
+        eager_s = statistics.median(cell[name]["eager_s"] for name in names if isinstance(cell[name], dict))
+        rows.append([f"{net}, {share}", f"{eager_s:.2f}", f"{max(1.0, cell['least_s'] / eager_s):.2f}", *shown])
+        for name in names:
+            if isinstance(c := cell[name], dict):
+                gains.setdefault(name, []).append(cell[FIFO]["ratio"] / c["ratio"])
+                figures = [f"{c['ratio']:.3f}", f"{c['wall']:.3f}", f"{c['waited_s']:.3f}", f"{c['moved_mib']:.1f}"]
+            else:
+                figures = ["-", "-", "-", c]
+            tail = [f"{cell['least_mib']:.1f}", f"{cell['peak']:.3f}", "yes" if cell["same"] else "no"]
+            others.append([f"{net}, {share}, {name}", *figures, *tail])
+    means = [geometric(gains.get(name, [])) for name in names]
+    rows.append([f"{FIFO} over this, geometric mean", "", "", *means])
+    return [
+        f"## A disk of {disk:g} MB/s\n",
+        markdown_table(["net, memory", "eager s", "bound", *names], rows),
+        "All figures:\n",
+        markdown_table(
+            [
+                "net, memory, contestant",
+                "step",
+                "wall",
+                "waited s",
+                "moved MiB",
+                "least MiB",
+                "peak",
+                "same losses",
+            ],
+            others,
+            shown=False,
+        ),
+    ]
+
+
+def geometric(gains: Sequence[float]) -> str:
+    return f"{math.exp(statistics.fmean(map(math.log, gains))):.2f} of {len(gains)}" if gains else "-"
+
+
+ABOUT = """Seconds of a step, of the main thread's CPU and of its waits for copies, over the CPU seconds of an eager
+step right after it: medians of {rounds} rounds. Other machines' load lengthens wall times, which are in the data, and
+not these. *Bound* is the least that any plan may take: the ops alone, or the copies of what has to leave at the step's
+peak, out and in. *{fifo}* is `cohabit.budget` without `search`, *{checkpoint}* is `torch.utils.checkpoint` per block
+without a budget. A searcher has *no plan* where its rule does not fit, and first saved, first out goes on.
+""".replace("{fifo}", FIFO).replace("{checkpoint}", CHECKPOINTED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
