@@ -117,6 +117,7 @@ class Record:
         self._ratio = 1.0
         """Size of this step's storages over that of the recorded ones."""
         self._is_updating = False
+        self._least = 0
         self._peaks: list[int] = []
         self._soon: list[int] = []
         self.observed: ObservedStep | None = None
@@ -151,6 +152,7 @@ class Record:
         step, self._new = self._new, None
         self.step = step
         heights = [event.saved_bytes + beside for event, beside in zip(step.events, step.beside, strict=True)]
+        self._least = min(step.beside, default=0)
         self._peaks = [0] * len(heights)
         self._soon = [0] * len(heights)
         highest = 0
@@ -244,9 +246,7 @@ class Record:
 
     def _scaled(self, nbytes: int) -> int:
         """Scale what grows with the batch: all but the least that there was at any time."""
-        assert self.step is not None
-        least = min(self.step.beside)
-        return least + int((nbytes - least) * self._ratio)
+        return self._least + int((nbytes - self._least) * self._ratio)
 
     def upcoming(self, first_pack: int) -> Iterator[int]:
         """Yield storages in the order in which they are unpacked after this one, by their first pack.
