@@ -144,8 +144,10 @@ def _beside(step: RecordedStep, spans: Mapping[int, Sequence[int]]) -> list[int]
     for number, span in spans.items():
         changes[span[0] + 1] += _nbytes(step, number)
         changes[span[-1] + 2] -= _nbytes(step, number)
-    # Where no op ran, nothing was noted, and there is what was there before.
-    noted = list(accumulate(step.beside, lambda before, now: now or before))
+    # Where no op ran, nothing was noted: what was there before still is.
+    noted = list[int]()
+    for beside in step.beside:
+        noted.append(beside or (noted[-1] if noted else 0))
     all_bytes = [event.saved_bytes + beside for event, beside in zip(step.events, noted, strict=True)]
     counted = accumulate(changes)
     return [max(whole - mine, 0) for whole, mine in zip([all_bytes[0], *all_bytes], counted, strict=False)]
