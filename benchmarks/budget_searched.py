@@ -320,8 +320,9 @@ def geometric(gains: Sequence[float]) -> str:
 
 
 ABOUT = """A step's time over that of eager steps in between, each the least of {rounds} rounds: other load on the
-machine lengthens steps. *Bound* is the least that any plan may take: the ops alone, or the copies of what has to leave
-at the step's peak, out and in. *{fifo}* is `cohabit.budget` without `search`, *{checkpoint}* is
+machine lengthens steps. *Bound* is the longer of the ops alone and the copies of what has to leave at the step's peak,
+out and in; copies that go on during the eager steps after a turn are not in a step's time, so that it may be shorter.
+*{fifo}* is `cohabit.budget` without `search`, *{checkpoint}* is
 `torch.utils.checkpoint` per block without a budget. A searcher has *no plan* where its rule does not fit, and first
 saved, first out goes on.
 """.replace("{fifo}", FIFO).replace("{checkpoint}", CHECKPOINTED)
