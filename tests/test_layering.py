@@ -51,7 +51,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"msgspec", "numpy", "safetensors", "torch"},
     ),
     "runtime.training.planning": (
-        {"runtime.errors", "runtime.training", "planner.problem", "planner.search"} | WORDS,
+        {"runtime.errors", "runtime.training", "planner.problem", "planner.schedule", "planner.search"} | WORDS,
         {"msgspec"},
     ),
     "runtime.tiling": ({"runtime", "planner.tiling", "planner.errors", "planner.parts"}, {"numpy", "torch"}),
