@@ -54,6 +54,7 @@ COMMANDS = {
     "budget": "budget --record",
     "budget-cgroup": "budget_cgroup --record",
     "budget-small": "budget_small --record",
+    "budget-searched": "budget_searched --record",
     "budget-jobs": "budget_jobs --record",
     "training-budget": "training --record-as training-budget --record",
     "imports": "imports --record",

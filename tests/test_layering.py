@@ -46,7 +46,14 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "planner.tiling": ({"planner.tiling", "planner.errors", "planner.parts"}, {"numpy", "scipy"}),
     "runtime": ({"runtime"} | WORDS, {"msgspec", "numpy", "torch", "pynvml"}),
     "runtime.lowering.rows": ({"runtime.lowering"}, {"sympy", "torch"}),
-    "runtime.training": ({"runtime"} | WORDS, {"numpy", "safetensors", "torch"}),
+    "runtime.training": (
+        {"runtime", "planner.search.registry"} | WORDS,
+        {"msgspec", "numpy", "safetensors", "torch"},
+    ),
+    "runtime.training.planning": (
+        {"runtime.errors", "runtime.training", "planner.problem", "planner.schedule", "planner.search"} | WORDS,
+        {"msgspec"},
+    ),
     "runtime.tiling": ({"runtime", "planner.tiling", "planner.errors", "planner.parts"}, {"numpy", "torch"}),
     "server": ({"server", "planner.errors", "planner.parts"}, {"msgspec", "rich", "uvloop"}),
     "server.process": ({"server", "planner.errors"}, {"msgspec", "numpy", "uvloop"}),

@@ -26,8 +26,9 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from cohabit.planner.errors import format_bytes
+from cohabit.planner.errors import UnknownSearcher, format_bytes
 from cohabit.planner.memory import parse_share, parse_size
+from cohabit.planner.search.registry import BASELINES, SEARCHERS
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import allocated_bytes, release_free_memory, resident_bytes
 from cohabit.runtime.training.copies.copying import CopyThread
@@ -52,13 +53,14 @@ from cohabit.runtime.training.owners import (
     tensors_of,
     unseen_module,
 )
+from cohabit.runtime.training.planning.planned import StepPlanner
 from cohabit.runtime.training.process_limit import ProcessLimit
 from cohabit.runtime.training.record import Record
 from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
 from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.state import OptimizerState, runs_in_parts
-from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, storage_nbytes, used_by
+from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, CopyWaits, Tracked, storage_nbytes, used_by
 
 _log = logging.getLogger("cohabit.training")
 
@@ -88,6 +90,7 @@ def budget(
     *owners: Owner | Iterable[Owner],
     store: Literal["ram", "file"] = "ram",
     folder: Path | str | None = None,
+    search: str | None = None,
 ) -> "Budget":
     """Return a context in which a training loop runs within a byte budget, with eager PyTorch's bits.
 
@@ -105,14 +108,15 @@ def budget(
     one budget at a time. `owners` are the modules, optimizers and tensors whose memory counts, in addition to all
     tensors made by ops inside the context. Evicted bytes go to RAM (pinned, for a GPU), or to an unnamed file in
     `folder` (default: the system's temporary folder). Leaving the context swaps everything back in, also after an
-    error.
+    error. `search` names a searcher of training steps, such as "interval" or "best": in a process of its own, it plans
+    which saved tensors leave, and when copies begin. By default, what was saved first leaves first.
 
-    Raises ValueError for an invalid size or store, or without owners; UnsupportedModel for owners on several GPUs, or
-    on a device that is neither CUDA's nor the CPU; MemoryExceeded for a total that the process exceeds without tensors.
-    Inside the context, an op that needs more than a given size raises MemoryExceeded. An op that needs more than a
-    share runs, with a warning.
+    Raises ValueError for an invalid size, store or searcher, or without owners; UnsupportedModel for owners on several
+    GPUs, or on a device that is neither CUDA's nor the CPU; MemoryExceeded for a total that the process exceeds
+    without tensors. Inside the context, an op that needs more than a given size raises MemoryExceeded. An op that needs
+    more than a share runs, with a warning.
     """
-    return Budget(memory, owners, store, folder)
+    return Budget(memory, owners, store, folder, search)
 
 
 _TOLERATED = 0.05
@@ -160,6 +164,7 @@ class Budget:
         owners: Sequence[Owner | Iterable[Owner]],
         store: Literal["ram", "file"] = "ram",
         folder: Path | str | None = None,
+        search: str | None = None,
     ) -> None:
         self._share, limit_bytes, self._is_total = _parsed(memory)
         self._owners = list(flat(owners))
@@ -179,6 +184,14 @@ class Budget:
                 f"memory '{memory}' is a share of the first step's peak, and a step ends with the optimizer's: name the"
                 " optimizer, or give a size such as '2GiB'"
             )
+        if search is not None and search not in SEARCHERS and search not in BASELINES:
+            raise ValueError(str(UnknownSearcher(search, (*SEARCHERS, *BASELINES))))
+        if search is not None and (self._is_total or not self._optimizers):
+            raise ValueError(
+                f"search='{search}' plans what autograd saves in a step, and with a total or without an optimizer other"
+                " tensors leave, too: name the optimizer, and give a size for the tensors, or a share"
+            )
+        self._searcher = search
         self._given_bytes = limit_bytes
         self._limit_bytes: int | None = None
         """The budget, also after the context was left."""
@@ -206,11 +219,14 @@ class Budget:
 
     def _reset_steps(self) -> None:
         self._is_active = False
-        self._record = Record()
-        residency = self._residency
+        self._record, self._waits = Record(), CopyWaits()
+        residency, deliver = self._residency, self._interrupts.deliver
         self._saved = SavedTensors(
-            self._device, residency.copier, residency.spill, self._lock, self._record, self._interrupts.deliver
+            self._device, residency.copier, residency.spill, self._lock, self._record, self._waits, deliver
         )
+        self._planner: StepPlanner | None = None
+        if self._searcher is not None:
+            self._planner = StepPlanner(self._searcher, self._saved, residency.copier.bytes_per_s)
         self._states: list[OptimizerState] = []
         self._modes_before = 0
         """Number of modes when the context was entered."""
@@ -258,17 +274,24 @@ class Budget:
     @property
     def waits(self) -> int:
         """Number of times that the loop has waited for a copy since ops are no longer seen."""
-        return self._saved.waits + sum(state.waits for state in self._states)
+        return self._waits.count
 
     @property
     def held_bytes(self) -> int:
         """Most bytes that had to leave, and stayed because the loop holds them too."""
         return max(self._saved.held_bytes, sum(state.held_bytes for state in self._states))
 
+    @property
+    def planned_by(self) -> str | None:
+        """Name of the searcher whose plan steps follow; None if what was saved first leaves first."""
+        return None if self._saved.advice is None else self._saved.advice.searcher
+
     def __str__(self) -> str:
         if self.limit_bytes is None:
             return f"peak {format_bytes(self.peak_bytes)} of a first step without a limit"
         moves = "what autograd and the optimizers own" if self._mode is None else "whatever ops read"
+        if self.planned_by is not None:
+            moves += f", planned by {self.planned_by}"
         return (
             f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.limit_bytes)}, exceeded by"
             f" {format_bytes(self.exceeded_bytes)}; moved {format_bytes(self.moved_bytes)} ({moves}), waited"
@@ -333,7 +356,9 @@ class Budget:
                 context.enter_context(self._saved.hooks())
                 residency, deliver = self._residency, self._interrupts.deliver
                 self._states = [
-                    OptimizerState(o, self._device, residency.copier, residency.spill, self._lock, deliver)
+                    OptimizerState(
+                        o, self._device, residency.copier, residency.spill, self._lock, self._waits, deliver
+                    )
                     for o in self._optimizers
                 ]
                 first = FirstStep(self._optimizers, self._residency, self._lock, self)
@@ -460,6 +485,12 @@ class Budget:
 
     # Steps
 
+    def _others_bytes(self) -> tuple[int, int]:
+        """Return the bytes of optimizers' state in memory, and of what of it stays."""
+        for state in self._states:
+            state.collect()
+        return self._state_bytes(), sum(state.staying_bytes for state in self._states)
+
     def _state_bytes(self) -> int:
         return sum(state.in_bytes for state in self._states)
 
@@ -479,6 +510,7 @@ class Budget:
     def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer's step begins."""
         self._record.updating(True)
+        self._saved.observe_end()
         if self._mode is None:
             return
         beside = self._residency.alive_bytes - self._saved.alive_bytes() - self._all_state_bytes()
@@ -486,12 +518,16 @@ class Budget:
 
     def update_ends(self, optimizer: torch.optim.Optimizer) -> None:
         self._record.updating(False)
+        if (observed := self._record.observed) is not None and observed.starts_s:
+            observed.update_s += self._waits.clock_s() - observed.starts_s[-1]
 
     def step_ends(self, whole_bytes: int | None) -> None:
         """All optimizers have made a step; `whole_bytes` is the peak of the first one."""
         self._steps += 1
         departed_bytes = self._record.departed_bytes
-        self._record.end_step(self._saved.packs)
+        if self._planner is not None and self._mode is None and self._limit_bytes is not None:
+            self._planner.step_ends(self._limit_bytes, self._updating_bytes)
+        self._saved.end_step()
         over_bytes, self._saved.over_bytes = self._saved.over_bytes, 0
         if self._steps == 1:
             self._recorded_state_bytes = self._all_state_bytes()
@@ -517,6 +553,11 @@ class Budget:
                 self._record.begin_recording()
             elif self._can_move_only_saved():
                 self._move_only_saved()
+            elif self._searcher is not None:
+                _log.warning(
+                    "search='%s' is not used: more has to leave memory than what autograd and the optimizers own",
+                    self._searcher,
+                )
         elif self._mode is None:
             self._own()
             self._release_heap()
@@ -556,8 +597,10 @@ class Budget:
             with torch._C._DisableTorchDispatch():
                 state.start(max(over, 0), self._bring_in_for_good)
             over -= state.total_bytes
+        if self._planner is not None and step.height + self._recorded_state_bytes > limit_bytes:
+            self._planner.begin(self._states)
         self._stop_seeing()
-        saved.others_bytes = self._state_bytes
+        saved.others_bytes = self._others_bytes
         saved.free_others = lambda: any(state.free() for state in self._states)
         saved.has_room = self._prefetch_state
         saved.limit_bytes = limit_bytes
@@ -570,6 +613,8 @@ class Budget:
         self._awaited_bytes = int(_AS_MUCH * departed_bytes) or NEVER
         self._record.begin_recording()
         self._saved.limit_bytes = None
+        if self._planner is not None:
+            self._planner.close()
         residency = self._residency
         self._see_ops([*lasting(self._owners), *gradients(self._owners)])
         residency.limit_bytes = self._limit_bytes or NEVER
@@ -777,6 +822,7 @@ class Budget:
         if schema.written:
             for tracked in running.used:
                 residency.resized(tracked)
+        self._record.note_op(schema.name)
         residency.note_peak()
         if not residency.make_room(0):
             self._require(schema, used_by(running.used) + used_by(running.made))
@@ -928,6 +974,8 @@ class Budget:
             self._residency.measure = None
             self._limit_bytes = self.limit_bytes
             try:
+                if self._planner is not None:
+                    self._planner.close()
                 for state in self._states:
                     state.close()
                 self._saved.bring_all_in()
@@ -946,6 +994,8 @@ class Budget:
         self._process = self._residency.measure = self._limit_bytes = None
         self._residency.after_fork()
         self._saved.after_fork(self._lock)
+        if self._planner is not None:
+            self._planner.after_fork()
         for state in self._states:
             state.after_fork(self._lock)
 

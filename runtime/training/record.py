@@ -4,8 +4,9 @@ Steps repeat, so a recorded step tells at each event what memory the next ops ne
 will rise, and what is unpacked next. A step that departs from the record goes on with estimates.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Final
 
 _WINDOW: Final = 8
@@ -31,6 +32,8 @@ class RecordedStep:
     events: list[Event] = field(default_factory=list)
     beside: list[int] = field(default_factory=list)
     """After each event, until the next: most bytes of tensors that neither autograd nor the optimizers hold."""
+    ran: list[list[str]] = field(default_factory=list)
+    """After each event, until the next: names of the ops; empty where ops are not seen."""
 
     @property
     def height(self) -> int:
@@ -51,6 +54,43 @@ class RecordedStep:
     @property
     def most_beside(self) -> int:
         return max(self.beside, default=0)
+
+
+@dataclass(slots=True)
+class ObservedStep:
+    """What a step that follows the record shows once ops are no longer seen. Events are positions in the record."""
+
+    starts_s: list[float] = field(default_factory=list)
+    """When each event came, by a clock that stands still while the loop waits for copies; last, the step's end."""
+    uses: dict[int, list[int]] = field(default_factory=dict)
+    """Per storage: the events after which others than autograd hold it."""
+    last: dict[int, int] = field(default_factory=dict)
+    """Per storage that has died: the last event after which it was alive."""
+    update_s: float = 0.0
+    """Of the optimizers' steps, by the same clock."""
+
+    @property
+    def seconds(self) -> list[float]:
+        """Duration of what runs between each event and the next."""
+        return [max(end - start, 0.0) for start, end in pairwise(self.starts_s)]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """When storages of a step leave and return, by a searcher's plan. It is about time only: no bound depends on it.
+
+    Events are positions in the record. Storages have the number of their first pack.
+    """
+
+    searcher: str
+    leaving: Mapping[int, Sequence[int]]
+    """Storages that begin to leave at an event."""
+    returning: Mapping[int, Sequence[int]]
+    """Storages that begin to return at an event, in the order of the plan."""
+    moved: frozenset[int]
+    """All of them."""
+    state_out_bytes: Mapping[int, int]
+    """Bytes of each optimizer's state that are out between steps, by its position."""
 
 
 class Record:
@@ -77,8 +117,11 @@ class Record:
         self._ratio = 1.0
         """Size of this step's storages over that of the recorded ones."""
         self._is_updating = False
+        self._least = 0
         self._peaks: list[int] = []
         self._soon: list[int] = []
+        self.observed: ObservedStep | None = None
+        """The step that is being observed."""
 
     # Recording
 
@@ -94,6 +137,11 @@ class Record:
         if self._new is not None and self._new.events and not self._is_updating:
             self._new.beside[-1] = max(self._new.beside[-1], beside_bytes)
 
+    def note_op(self, name: str) -> None:
+        """Note that an op has run."""
+        if self._new is not None and self._new.events and not self._is_updating:
+            self._new.ran[-1].append(name)
+
     def updating(self, is_updating: bool) -> None:
         """An optimizer's step begins or ends: it allocates by parts, not as recorded."""
         self._is_updating = is_updating
@@ -104,6 +152,7 @@ class Record:
         step, self._new = self._new, None
         self.step = step
         heights = [event.saved_bytes + beside for event, beside in zip(step.events, step.beside, strict=True)]
+        self._least = min(step.beside, default=0)
         self._peaks = [0] * len(heights)
         self._soon = [0] * len(heights)
         highest = 0
@@ -121,6 +170,7 @@ class Record:
         if self._new is not None:
             self._new.events.append(Event(nbytes, number, saved_bytes))
             self._new.beside.append(0)
+            self._new.ran.append([])
             if self.sampled is not None:
                 beside = self._new.beside[-1] = self.sampled()
                 if len(self._new.beside) > 1:  # what was allocated since
@@ -139,6 +189,33 @@ class Record:
                 self._ratio = max(self._ratio, nbytes / expected.nbytes)
             else:
                 self._is_alike = False
+
+    @property
+    def at(self) -> int:
+        """The last event's position in the step."""
+        return self._at
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the step follows the recorded one so far."""
+        return self.step is not None and not self.has_departed
+
+    def number_of(self, first_pack: int) -> int:
+        """Return a storage's number in the step; negative for one of an earlier step."""
+        return first_pack - self._first_pack
+
+    def first_pack_of(self, number: int) -> int:
+        return self._first_pack + number
+
+    def finish_observing(self) -> ObservedStep | None:
+        """Return the step that was observed; None if it was not, or has departed: the next one is observed then."""
+        observed, self.observed = self.observed, None
+        if observed is None:
+            return None
+        if self.step is not None and self.is_followed and len(observed.starts_s) == len(self.step.events) + 1:
+            return observed
+        self.observed = ObservedStep()
+        return None
 
     def end_step(self, packs: int) -> None:
         """The step ends; `packs` is the number of the next one's first pack."""
@@ -169,9 +246,7 @@ class Record:
 
     def _scaled(self, nbytes: int) -> int:
         """Scale what grows with the batch: all but the least that there was at any time."""
-        assert self.step is not None
-        least = min(self.step.beside)
-        return least + int((nbytes - least) * self._ratio)
+        return self._least + int((nbytes - self._least) * self._ratio)
 
     def upcoming(self, first_pack: int) -> Iterator[int]:
         """Yield storages in the order in which they are unpacked after this one, by their first pack.

@@ -4,8 +4,8 @@ A storage that autograd saves leaves memory only while its use counts say that a
 read or write it until autograd unpacks it, so no read meets a storage that is out. An entry is the storage itself, not
 a copy of some version of it: while anybody else holds it, it is the very memory that eager PyTorch's graph would hold.
 
-What is saved first is used last, so it leaves first, and returns in the order in which
-the last step unpacked.
+What is saved first is used last, so it leaves first, and returns in the order in which the recorded step unpacked. If
+a searcher has planned the step, its advice says instead what leaves, and when copies begin.
 """
 
 import sys
@@ -22,8 +22,15 @@ import torch
 from cohabit.runtime.stores.pages import give_pages_back
 from cohabit.runtime.training.copies.copying import Copier
 from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
-from cohabit.runtime.training.record import Record
-from cohabit.runtime.training.tracked import LEAST_BYTES, StorageCopy, storage_address, storage_nbytes, storage_uses
+from cohabit.runtime.training.record import Advice, Record
+from cohabit.runtime.training.tracked import (
+    LEAST_BYTES,
+    CopyWaits,
+    StorageCopy,
+    storage_address,
+    storage_nbytes,
+    storage_uses,
+)
 
 _AHEAD: Final = 6
 """Entries that are on their way back at a time."""
@@ -110,24 +117,25 @@ class SavedTensors:
         spill: SpillStore,
         lock: AbstractContextManager[Any],
         record: Record,
+        waits: CopyWaits,
         deliver: Callable[[], None],
     ) -> None:
         self.device, self._copier, self._spill, self._lock = device, copier, spill, lock
-        self.record = record
+        self.record, self._waits = record, waits
         self._deliver = deliver
         """Called at the end of each hook: handles a signal that came meanwhile."""
         self.limit_bytes: int | None = None
         """None: nothing leaves."""
         self.nbytes_of: Callable[[Any], int] = storage_nbytes
         """Returns the size of a storage, also of one that a mode has evicted."""
-        self.others_bytes: Callable[[], int] = int
-        """Returns the bytes in memory that move, but are not autograd's: the optimizers' state."""
+        self.others_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        """Returns the bytes in memory that move, but are not autograd's, and those that stay: optimizers' state."""
         self.free_others: Callable[[], bool] = bool
         """Makes some of these leave; returns whether there were any."""
         self.has_room: Callable[[int], None] = lambda nbytes: None
         """Called with the limit when no saved tensor is out."""
         self.in_bytes = self.out_bytes = 0
-        self.moved_bytes = self.waits = 0
+        self.moved_bytes = 0
         self.peak_bytes = self.exceeded_bytes = 0
         self.over_bytes = 0
         """As `exceeded_bytes`, of this step."""
@@ -151,6 +159,13 @@ class SavedTensors:
         self._needed: _Entry | None = None
         """The entry that was unpacked last, which stays until the next event."""
         self._is_forked = False
+        self.advice: Advice | None = None
+        """A plan of the recorded step."""
+        self._due_out: deque[int] = deque()
+        self._due_in: deque[int] = deque()
+        """Storages that the advice has leave or return by now, by their numbers in the step."""
+        self._held: dict[_Entry, None] = {}
+        """In a step that is observed: entries that others than autograd held at the last event."""
 
     def hooks(self) -> AbstractContextManager[Any]:
         """Return a context in which this thread's saved tensors are moved."""
@@ -224,6 +239,8 @@ class SavedTensors:
         if self.limit_bytes is None:
             return kept, version, saved, entry, _UNMOVED, (), -1
         self._keep_within(self.limit_bytes)
+        if self._due_in and self._is_advised:
+            self._prefetch(entry, stream, self.limit_bytes)
         # Has the tensor's version counter, and no storage of its own.
         probe = tensor.detach() if kept is tensor else kept
         probe.data = self._empty_of(tensor.dtype)
@@ -271,8 +288,7 @@ class SavedTensors:
         if entry.state is _State.LOADING:
             copy = entry.copy
             assert copy is not None
-            self.waits += not copy.end.is_set()
-            copy.end.wait()
+            self._waits.wait(copy)
             self._arrived(entry, saved, copy)
         if entry.stream != stream:
             self._copier.streams.share(saved.storage)
@@ -283,6 +299,37 @@ class SavedTensors:
         self._loops.add(thread)
         if len(self._loops) == 1:
             self.record.event(nbytes, entry.first_pack, self.in_bytes + self.out_bytes)
+            if self.record.observed is not None:
+                self._observe(entry)
+            if self.advice is not None:
+                self._due_out.extend(self.advice.leaving.get(self.record.at, ()))
+                self._due_in.extend(self.advice.returning.get(self.record.at, ()))
+
+    def _observe(self, entry: _Entry) -> None:
+        """Note the time of an event, and which entries others than autograd hold after it."""
+        observed = self.record.observed
+        assert observed is not None
+        observed.starts_s.append(self._waits.clock_s())
+        for held in list(self._held):
+            saved = held.ref()
+            if saved is None or held.state is not _State.IN or self._is_alone(held, saved):
+                del self._held[held]
+        self._held[entry] = None
+        for held in self._held:
+            observed.uses.setdefault(self.record.number_of(held.first_pack), []).append(self.record.at)
+
+    def observe_end(self) -> None:
+        """The step that is observed ends here, unless further events come."""
+        if self.record.observed is not None:
+            del self.record.observed.starts_s[self.record.at + 1 :]
+            self.record.observed.starts_s.append(self._waits.clock_s())
+
+    def end_step(self) -> None:
+        self.record.end_step(self.packs)
+        self._held.clear()
+        self._due_out.clear()
+        self._due_in.clear()
+        self._staying = deque(dict.fromkeys(entry for entry in self._staying if entry.ref() is not None))
 
     def _over(
         self, probe: torch.Tensor, storage: Any, shape: torch.Size, stride: tuple[int, ...], offset: int
@@ -302,10 +349,12 @@ class SavedTensors:
     def _keep_within(self, limit_bytes: int) -> None:
         """Begin what has to leave by the step's peak, and wait for it as far as it has to be out by now."""
         beside, coming = self.record.beside()
-        others = self.others_bytes()
+        others, staying = self.others_bytes()
         # What has to be out by the highest point ahead, if what will be saved until then stays.
-        if self.out_bytes < coming + others - limit_bytes:
-            self._leave(coming + others - limit_bytes)
+        if self._is_advised:
+            self._leave_as_advised()
+        elif self.out_bytes < coming + staying - limit_bytes:
+            self._leave(coming + staying - limit_bytes)
         if self.in_bytes + others + beside > limit_bytes:
             self._fit(beside, limit_bytes)
         else:
@@ -313,18 +362,42 @@ class SavedTensors:
 
     def _fit(self, beside: int, limit_bytes: int) -> None:
         """Wait until the next ops fit: `beside` are bytes beside saved tensors and others that move."""
-        while (over := self.in_bytes + self.others_bytes() + beside - limit_bytes) > 0:
+        while (over := self.in_bytes + self.others_bytes()[0] + beside - limit_bytes) > 0:
             if any(not copy.is_load for _, copy in self._copies):
-                _, copy = self._copies[0]
-                self.waits += not copy.end.is_set()
-                copy.end.wait()
+                self._waits.wait(self._copies[0][1])
                 self._collect()
             elif not self._leave(self.out_bytes + over, everything=True) and not self.free_others():
                 self.over_bytes = max(self.over_bytes, over)
                 self.exceeded_bytes = max(self.exceeded_bytes, over)
                 self.held_bytes = max(self.held_bytes, sum(entry.nbytes for entry in self._staying))
                 break
-        self.peak_bytes = max(self.peak_bytes, self.in_bytes + self.others_bytes() + beside)
+        self.peak_bytes = max(self.peak_bytes, self.in_bytes + self.others_bytes()[0] + beside)
+
+    @property
+    def _is_advised(self) -> bool:
+        return self.advice is not None and self.record.is_followed and len(self._loops) == 1
+
+    def _leave_as_advised(self) -> None:
+        """Begin to save the entries that are due, once autograd alone holds them."""
+        for _ in range(len(self._due_out)):
+            number = self._due_out.popleft()
+            entry, saved = self._numbered(number)
+            if entry is None or saved is None or entry.state is not _State.IN:
+                continue
+            if entry is self._needed or not self._is_alone(entry, saved):
+                self._due_out.append(number)
+                continue
+            self._save(entry, saved)
+
+    def _numbered(self, number: int) -> tuple[_Entry | None, _Saved | None]:
+        """Return a storage of this step by its number there, if it is alive."""
+        ref = self._by_pack.get(self.record.first_pack_of(number))
+        return (None, None) if ref is None else (ref.entry, ref())
+
+    def _is_alone(self, entry: _Entry, saved: _Saved) -> bool:
+        """Whether autograd alone holds an entry's storage."""
+        # The storage's one use is the Python object's, which `saved` and the call's argument refer to.
+        return storage_uses(entry.cdata) == 1 and sys.getrefcount(saved.storage) <= 2
 
     def _leave(self, goal_bytes: int, *, everything: bool = False) -> bool:
         """Begin to save entries, first saved first, until `goal_bytes` are out or leaving. Returns whether it did."""
@@ -339,8 +412,7 @@ class SavedTensors:
             if entry is self._needed:
                 back.append(entry)
                 continue
-            # The storage's one use is the Python object's, which `saved` and the call's argument refer to.
-            if storage_uses(entry.cdata) > 1 or sys.getrefcount(saved.storage) > 2:
+            if not self._is_alone(entry, saved):
                 entry.tries += not everything
                 if entry.tries <= _TRIES[0]:
                     back.append(entry)
@@ -386,8 +458,11 @@ class SavedTensors:
         coming = sum(copy.is_load for _, copy in self._copies)
         if coming >= _AHEAD:
             return
-        free = limit_bytes - self.in_bytes - self.others_bytes() - self.record.soon_beside()
-        for number in self.record.upcoming(entry.first_pack):
+        free = limit_bytes - self.in_bytes - self.others_bytes()[0] - self.record.soon_beside()
+        numbers = self.record.upcoming(entry.first_pack)
+        if self._is_advised:
+            numbers = self._advised_returns(numbers)
+        for number in numbers:
             ref = self._by_pack.get(number)
             saved = None if ref is None else ref()
             if saved is None:
@@ -405,6 +480,18 @@ class SavedTensors:
                 coming += 1
                 if coming >= _AHEAD:
                     return
+
+    def _advised_returns(self, upcoming: Iterator[int]) -> Iterator[int]:
+        """Yield the first packs of storages that are due to return, then those that left against the advice.
+
+        One that does not fit stays at the front, and is yielded again at the next event.
+        """
+        advice = self.advice
+        assert advice is not None
+        while self._due_in:
+            yield self.record.first_pack_of(self._due_in[0])
+            self._due_in.popleft()
+        yield from (first for first in upcoming if self.record.number_of(first) not in advice.moved)
 
     def _arrived(self, entry: _Entry, saved: _Saved, copy: StorageCopy) -> None:
         if entry.copy is not copy or entry.state is not _State.LOADING:
@@ -462,6 +549,8 @@ class SavedTensors:
         if self._by_storage.get(entry.cdata) is entry.ref:
             del self._by_storage[entry.cdata]
         del self._by_pack[entry.first_pack]
+        if self.record.observed is not None:
+            self.record.observed.last[self.record.number_of(entry.first_pack)] = self.record.at
         if entry.slot is not None:
             if entry.copy is None or entry.copy.end.is_set():
                 self._spill.give_back(entry.slot)

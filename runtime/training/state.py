@@ -24,6 +24,7 @@ from cohabit.runtime.training.owners import state_tensors
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     REFERENCES,
+    CopyWaits,
     StorageCopy,
     storage_address,
     storage_nbytes,
@@ -37,6 +38,8 @@ _BY_PARAMETER: Final = (
 """Optimizers whose steps update each parameter on its own: a step on parts of the parameters has the same bits."""
 _TEMPORARIES: Final = 3
 """Bytes that an update takes beside the state, over those of its parameters."""
+_UPDATES: Final = 16
+"""Parts in which a plan sees an optimizer's step."""
 _PARTS: Final = 4
 """Parts in memory at a time: one is saved, one still held by the optimizer's step, one updated, one loaded."""
 
@@ -61,11 +64,11 @@ class _Moved:
 class _Away:
     """Stands in `optimizer.state` for the state of a parameter that is on its way out, out, or on its way back."""
 
-    __slots__ = ("is_loading", "is_out", "moved", "own")
+    __slots__ = ("is_leaving", "is_loading", "is_out", "key", "moved", "own")
 
-    def __init__(self, own: dict[Any, Any], moved: Sequence[_Moved]) -> None:
-        self.own, self.moved = own, moved
-        self.is_out = self.is_loading = False
+    def __init__(self, key: Any, own: dict[Any, Any], moved: Sequence[_Moved]) -> None:
+        self.key, self.own, self.moved = key, own, moved
+        self.is_leaving, self.is_out, self.is_loading = True, False, False
 
     @property
     def nbytes(self) -> int:
@@ -162,10 +165,11 @@ class OptimizerState:
         copier: Copier,
         spill: SpillStore,
         lock: AbstractContextManager[Any],
+        waits: CopyWaits,
         deliver: Callable[[], None],
     ) -> None:
         self._optimizer = weakref.proxy(optimizer)
-        self._deliver = deliver
+        self._waits, self._deliver = waits, deliver
         """Called at the end of each hook: handles a signal that came meanwhile."""
         self.is_moving = False
         self._device, self._copier, self._spill, self.lock = device, copier, spill, lock
@@ -173,7 +177,10 @@ class OptimizerState:
         """Bytes to be out between two steps."""
         self.room: Callable[[], int] = int
         """Returns the bytes that state and the update's temporaries may take during a step."""
-        self.total_bytes = self.out_bytes = self.moved_bytes = self.waits = 0
+        self.total_bytes = self.out_bytes = self.moved_bytes = 0
+        self._leaving: deque[_Away] = deque()
+        """What is on its way out. `out_bytes` count it, and so do `in_bytes`."""
+        self._leaving_bytes = 0
         self.held_bytes = 0
         """Bytes that had to leave and were held by others."""
         self._counted = -1
@@ -189,8 +196,12 @@ class OptimizerState:
         ]
 
     @property
-    def in_bytes(self) -> int:
+    def staying_bytes(self) -> int:
         return self.total_bytes - self.out_bytes
+
+    @property
+    def in_bytes(self) -> int:
+        return self.staying_bytes + self._leaving_bytes
 
     def close(self) -> None:
         """Bring everything in, and leave the optimizer as it was."""
@@ -284,6 +295,7 @@ class OptimizerState:
     def after_fork(self, lock: AbstractContextManager[Any]) -> None:
         """Continue in a forked process, which has no copy thread: what is read is loaded at once."""
         self.lock, self.out_goal, self._is_forked = lock, 0, True
+        self._leaving.clear()
         for away in self._away.values():
             for moved in away.moved:
                 if moved.copy is not None and not moved.copy.end.is_set():
@@ -330,7 +342,7 @@ class OptimizerState:
                 coming = [
                     away for p in following if (away := self._away.get(p)) is not None and not away.is_loading
                 ]
-                if self.in_bytes + taken + sum(away.nbytes for away in coming if away.is_out) <= self.room():
+                if self.staying_bytes + taken + sum(away.nbytes for away in coming if away.is_out) <= self.room():
                     for away in coming:
                         self._load(away)
                 for parameter in chunk:
@@ -341,6 +353,25 @@ class OptimizerState:
             last = chunk
             with self.lock:
                 self._count()
+
+    def updates(self) -> Iterator[tuple[int, int]]:
+        """Yield the bytes of state of some parameters and those that their update takes beside it, in order.
+
+        A step that does not run in parts is one update.
+        """
+        state = self._optimizer.state
+        if self._step_code is None:
+            yield self.total_bytes, 0
+            return
+        state_bytes = taken = 0
+        for parameter in [p for group in self._optimizer.param_groups for p in group["params"]]:
+            state_bytes += self._bytes_of(dict.get(state, parameter))
+            taken += _TEMPORARIES * parameter.nbytes
+            if state_bytes > self.total_bytes // _UPDATES:
+                yield state_bytes, taken
+                state_bytes = taken = 0
+        if state_bytes:
+            yield state_bytes, taken
 
     def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         most, chunk, nbytes = self.room() // _PARTS, list[torch.Tensor](), 0
@@ -363,7 +394,7 @@ class OptimizerState:
         """Make state of updated parameters leave, then state that is needed last, until a part fits."""
         coming = sum(away.nbytes for p in chunk if (away := self._away.get(p)) is not None and away.is_out)
         last_first = (p for _, parameters in reversed(ahead) for p in reversed(parameters))
-        while self.in_bytes + coming + taken > self.room():
+        while self.staying_bytes + coming + taken > self.room():
             victim = done.popleft() if done else next(last_first, None)
             if victim is None:
                 break
@@ -382,8 +413,11 @@ class OptimizerState:
         return [p for group in self._optimizer.param_groups for p in group["params"]][::-1]
 
     def free(self) -> bool:
-        """Make the state of one parameter leave now. Returns whether there was any."""
+        """Wait for what is leaving, or make the state of one parameter leave now. Returns whether there was any."""
         with self.lock:
+            if self._leaving:
+                self._settle()
+                return True
             for key in reversed(list(dict.keys(self._optimizer.state))):
                 if self.leave(key):
                     self._settle()
@@ -431,8 +465,10 @@ class OptimizerState:
             del storage
         if not moved:
             return False
-        away = _Away(own, moved)
+        away = _Away(key, own, moved)
         self._away[key] = away
+        self._leaving.append(away)
+        self._leaving_bytes += away.nbytes
         dict.__setitem__(state, key, away)
         self.out_bytes += away.nbytes
         for part in moved:
@@ -454,34 +490,43 @@ class OptimizerState:
 
     def _settle(self) -> None:
         """Wait until everything that is leaving has left."""
-        for away in self._away.values():
-            if not away.is_out:
-                for moved in away.moved:
-                    if moved.copy is not None:
-                        self.waits += not moved.copy.end.is_set()
-                        moved.copy.end.wait()
-        self._collect()
+        for away in self._leaving:
+            for moved in away.moved:
+                if moved.copy is not None:
+                    self._waits.wait(moved.copy)
+        self.collect()
 
-    def _collect(self) -> None:
-        """Complete saves that have ended, and forget what was replaced."""
-        state = self._optimizer.state
-        for key, away in list(self._away.items()):
-            if dict.get(state, key) is not away:
-                self._discard(away)
-                del self._away[key]
-                continue
-            if away.is_out or not all(moved.copy is not None and moved.copy.end.is_set() for moved in away.moved):
+    def collect(self) -> None:
+        """Release the memory of what has been saved."""
+        while self._leaving and all(m.copy is None or m.copy.end.is_set() for m in self._leaving[0].moved):
+            away = self._leaving.popleft()
+            if not away.is_leaving:
                 continue
             for moved in away.moved:
                 copy, moved.copy = moved.copy, None
                 assert copy is not None
                 if copy.error is not None:
-                    self._take_back(key, away)
+                    self._take_back(away.key, away)
                     raise copy.error
                 moved.tensor.data = torch.empty(0, dtype=moved.tensor.dtype, device=self._device)
                 if self._device.type == "cpu":
                     give_pages_back(storage_address(copy.storage), moved.nbytes)
+            self._stop_leaving(away)
             away.is_out = True
+
+    def _stop_leaving(self, away: _Away) -> None:
+        if away.is_leaving:
+            away.is_leaving = False
+            self._leaving_bytes -= away.nbytes
+
+    def _collect(self) -> None:
+        """Release the memory of what has been saved, and forget what was replaced."""
+        state = self._optimizer.state
+        for key, away in list(self._away.items()):
+            if dict.get(state, key) is not away:
+                self._discard(away)
+                del self._away[key]
+        self.collect()
 
     def _load(self, away: _Away) -> None:
         """Begin to load what is out."""
@@ -497,8 +542,7 @@ class OptimizerState:
         for moved in away.moved:
             copy = moved.copy
             if away.is_loading and copy is not None:
-                self.waits += not copy.end.is_set()
-                copy.end.wait()
+                self._waits.wait(copy)
                 if copy.error is not None:
                     raise copy.error
         for moved in away.moved:
@@ -508,6 +552,7 @@ class OptimizerState:
                 moved.copy = None
         if not away.is_loading:
             self.out_bytes -= away.nbytes  # it had not left yet
+        self._stop_leaving(away)
         self._release(away)
         if dict.get(self._optimizer.state, key) is away:
             dict.__setitem__(self._optimizer.state, key, away.own)
@@ -517,6 +562,7 @@ class OptimizerState:
         """Forget state that was replaced while it was out."""
         if not away.is_loading:
             self.out_bytes -= away.nbytes
+        self._stop_leaving(away)
         self._release(away)
 
     def _release(self, away: _Away) -> None:

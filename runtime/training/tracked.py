@@ -146,6 +146,24 @@ class StorageCopy:
         (self.slot.load if self.is_load else self.slot.save)(self.storage)
 
 
+class CopyWaits:
+    """How often, and how long, a loop has waited for copies that run beside its ops."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+
+    def wait(self, copy: StorageCopy) -> None:
+        if not copy.end.is_set():
+            began_s = time.perf_counter()
+            copy.end.wait()
+            self.count += 1
+            self.seconds += time.perf_counter() - began_s
+
+    def clock_s(self) -> float:
+        """Return the time of a clock that stands still while the loop waits."""
+        return time.perf_counter() - self.seconds
+
+
 class TrackedCopy(StorageCopy):
     """A copy of a tracked storage."""
 

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from typing import Any, Protocol, cast
 
 from cohabit.runtime.training.tracked import StorageCopy
@@ -39,6 +40,10 @@ class Copier(Protocol):
 
     def start(self) -> None: ...
 
+    def bytes_per_s(self, is_load: bool) -> float | None:
+        """Return the measured speed of copies in one direction; None if none were timed."""
+        ...
+
     def begin(self, copy: StorageCopy) -> None:
         """Start a copy. It runs after all earlier ops, and after earlier copies of its slot."""
         ...
@@ -65,6 +70,12 @@ class CopyThread:
         self.streams: StreamOrder = NoStreams()
         self._waiting: queue.SimpleQueue[StorageCopy | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._made = dict.fromkeys((False, True), (0, 0.0))
+        """Bytes and seconds of the copies so far, by direction."""
+
+    def bytes_per_s(self, is_load: bool) -> float | None:
+        nbytes, seconds = self._made[is_load]
+        return nbytes / seconds if nbytes and seconds else None
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._make_all, name="cohabit-budget", daemon=True)
@@ -94,4 +105,7 @@ class CopyThread:
             del copy
 
     def _make_here(self, copy: StorageCopy) -> None:
+        began_s = time.perf_counter()
         copy.make()
+        nbytes, seconds = self._made[copy.is_load]
+        self._made[copy.is_load] = nbytes + copy.nbytes, seconds + time.perf_counter() - began_s

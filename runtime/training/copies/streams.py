@@ -82,6 +82,9 @@ class CopyStreams:
 
     def start(self) -> None: ...
 
+    def bytes_per_s(self, is_load: bool) -> float | None:
+        return None  # the host does not see copies end
+
     def begin(self, copy: StorageCopy) -> None:
         stream = self._loads if copy.is_load else self._saves
         self.streams.precede(stream)
