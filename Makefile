@@ -36,9 +36,9 @@ test: $(READY) browser  ## Lint, type check, and run every test that takes secon
 	@$(MAKE) --no-print-directory -j2 lint loops
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations=25 -m "not slow and not gpu and not scale"
 
-check: $(READY)  ## Lint, type check, and run the tests that start no process.
+check: $(READY)  ## Lint, type check, and run the first case of each test that starts no process and takes no seconds.
 	@$(MAKE) --no-print-directory -j2 lint loops
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile -m "not process and not slow and not gpu and not scale"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadfile --first-cases -m "not process and not long and not slow and not gpu and not scale"
 
 loops: $(READY)
 	@$(BIN)/python -c "from cohabit.planner.warm import warm; warm()"

@@ -287,7 +287,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.faults", __doc__)
-    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     parser.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults' order and moments")

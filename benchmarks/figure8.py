@@ -9,7 +9,6 @@ with it round by round. Models and caches are those of `make demo`, in `.demo`.
 import argparse
 import asyncio
 import math
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -36,13 +35,9 @@ from cohabit.loadgen.run import run_load
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.sizing.problem import ONE_REGION, LayoutName
 
-GENETIC = "partitioned, genetic planner"
-ALL_CORES = "partitioned, all cores"
 LAYOUTS: dict[str, tuple[LayoutName, Sequence[str]]] = {
     "resident": ("resident", ()),
     "partitioned": ("partitioned", ()),
-    GENETIC: ("partitioned", ("--search", "genetic")),
-    ALL_CORES: ("partitioned", ("--threads", str(len(os.sched_getaffinity(0))))),
     "partitioned, bfloat16": ("partitioned", ("--weights", "bfloat16")),
     "partitioned, int8": ("partitioned", ("--weights", "int8")),
     **{layout: (layout, ()) for layout in ONE_REGION},
@@ -217,8 +212,7 @@ def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: floa
         f"{options.models} models with {total:.1f} MiB of weights{skew}. Of these, {total - copied:.1f} MiB are"
         " embedding tables, which stay in the host store in every layout;"
         f" {copied:.1f} MiB are ever copied to the device. *Resident* has all of the memory, the others"
-        f" {options.memory} of the weights. *{GENETIC}* has the plans of SwapAdvisor's genetic search alone, the"
-        f" others the default's. *{ALL_CORES}* computes with a thread per core, the others with one less."
+        f" {options.memory} of the weights."
         f" Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
         " rate, in turns, each with a new server. p50 and p99 are medians over the rounds. The ratio is the geometric"
         f" mean of the rounds, with its {LIKELY:.0%} bootstrap interval. Load generator and servers"

@@ -17,7 +17,6 @@ COMMANDS = {
     "overload": "overload --record",
     "faults": "faults --record",
     "worst-bodies": "worst_bodies --record",
-    "faults-kills": "faults --kinds SIGKILL --every 15 --faults 30 --rate 20 --record-as faults-kills --record",
     "scale": "scale --replicas 2 --rate 20 --seconds 40 --kills 20 --record",
     "scale-large": "scale --entry minilm_short --models 4 --memory 100MiB --resident-models 1 --rate 6 --seconds 20"
     " --replicas 2 --kills 0 --record --record-as scale-large",
@@ -67,9 +66,9 @@ COMMANDS = {
     "planner-table2": "planner.table2 --record",
     "planner-searchers": "planner.searchers --seconds 2 --processes 1 --record",
     "planner-served": "planner.served --against annealing --seeds 0 --record",
-    "planner-training": "planner.throughput --seconds 30"
+    "planner-training": "planner.throughput --seconds 10"
     " --networks wresnet152_10 inception_4 nasnet_25 rnn_8_8k brnn_4_8k --processes 1 --record",
-    "planner-ablation": "planner.ablation --seconds 10 --processes 2 --seeds 0 1 2 --record",
+    "planner-ablation": "planner.ablation --seeds 0 1 2 --processes 1 --record",
     "planner-chains": "planner.chains --seconds 2 --record",
     "planner-chains-lb": "planner.chains --lb --record",
     "planner-mixing": "planner.mixing --record",

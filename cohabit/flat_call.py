@@ -14,7 +14,10 @@ from torch.utils import _pytree as pytree
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.server.importing.subject import Tensors, with_signature
 
-_CONSTANTS = (int, float, complex, str, bytes, type(None), enum.Enum, torch.dtype, torch.device, torch.layout)
+_CONSTANTS = (
+    *(int, float, complex, str, bytes, type(None), enum.Enum),
+    *(torch.Size, torch.dtype, torch.device, torch.layout),
+)
 """Types of constants: they are compared by value."""
 _RULE = (
     "alone or in tuples, lists, dictionaries and named tuples, or in a class registered with torch.utils._pytree"
@@ -106,7 +109,8 @@ def _call_flat(call: Any, module: nn.Module, **tensors: torch.Tensor) -> Any:
 
 
 def _leaves(tree: Any) -> tuple[dict[pytree.KeyPath, Any], pytree.TreeSpec]:
-    leaves, spec = pytree.tree_flatten_with_path(tree)
+    # torch takes a size apart, and would return it as a tuple.
+    leaves, spec = pytree.tree_flatten_with_path(tree, is_leaf=lambda value: isinstance(value, torch.Size))
     return dict(leaves), spec
 
 

@@ -139,11 +139,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         return fingerprint(self)
 
     @cached_property
-    def addressed(self) -> frozenset[int]:
-        """Tensors that are residents or swapped in at an address."""
-        return frozenset(a.tensor for a in self._arrivals if a.address is not None)
-
-    @cached_property
     def pooled(self) -> frozenset[int]:
         """Tensors that are residents or swapped in without an address."""
         return frozenset(a.tensor for a in self._arrivals if a.address is None)

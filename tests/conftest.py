@@ -18,8 +18,15 @@ FOLDERS_OF_PROCESSES = ("e2e", "hostile", "transport")
 """Folders whose tests start servers. In the others, files with such tests are marked `process`."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--first-cases", action="store_true", help="run the first case of each test only")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("first_cases"):
+        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
+        items.reverse()
     folders = [Path(__file__).parent / name for name in FOLDERS_OF_PROCESSES]
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in folders):
@@ -27,9 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Let no later garbage collection visit what the imports of all tests have made: a second's work each time."""
+    """Let no later garbage collection visit what the imports of all tests have made: a second's work each time.
+
+    Torch makes hundreds of thousands of objects while it exports and lowers, and most of them stay for a while.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True)

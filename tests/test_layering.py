@@ -84,7 +84,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
     "server.importing": (
         {"server", "runtime", "planner.errors", "planner.parts"},
-        {"huggingface_hub", "msgspec", "numpy", "safetensors", "torch", "transformers"},
+        {"huggingface_hub", "msgspec", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
     ),
     "server.capacity": ({"server", "page", "planner"}, {"msgspec", "numpy"}),
     "server.view": ({"server", "page.document", "planner.errors"}, {"msgspec"}),

@@ -1,30 +1,30 @@
 """SwapAdvisor's search with one part left out or replaced, for `benchmarks.planner.ablation`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 
 from cohabit.planner.arrays import Floats, Ints
 from cohabit.planner.genetic.schedules import random_schedule
-from cohabit.planner.papers.swapadvisor.allocations import AllocationSpace
+from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
 from cohabit.planner.papers.swapadvisor.evolution import fastest
+from cohabit.planner.papers.swapadvisor.pools import object_bytes
 from cohabit.planner.papers.swapadvisor.searcher import Chromosome, SwapAdvisor
 from cohabit.planner.problem import Problem
 
-Start = Literal["seeded", "random"]
-"""The first generation: `genetic`'s own, or random orders and random pools only, as in section 5.1."""
+Order = Literal["searched", "random", "torch's"]
 
 
 @dataclass(frozen=True)
 class Way:
-    """What is searched, and how."""
+    """What is searched, and how. What is not searched is the same in all members."""
 
-    schedules: bool = True
-    """Whether schedules are searched. If not, all have the graph's own order."""
+    order: Order = "searched"
+    """If "random", all members have one random order, if "torch's", the graph's own."""
     allocations: bool = True
-    """Whether allocations are searched. If not, all have the same pool, with the leanest mapping."""
+    """Whether allocations are searched. If not, all members have one random pool."""
     restricted: bool = True
     """Whether CLS stays in the restricted space of section 5.3."""
     softmax: bool = False
@@ -33,10 +33,11 @@ class Way:
 
 WAYS: Final[Mapping[str, Way]] = {
     "both": Way(),
+    "schedules only": Way(allocations=False),
+    "allocations only, a random order": Way("random"),
+    "allocations only, torch's order": Way("torch's"),
     "both, softmax selection": Way(softmax=True),
     "both, CLS unrestricted": Way(restricted=False),
-    "schedules only": Way(allocations=False),
-    "allocations only": Way(schedules=False),
 }
 
 
@@ -57,44 +58,54 @@ class UnrestrictedSpace(AllocationSpace):
 
 
 class AblatedGenetic(SwapAdvisor):
-    """The genetic search in one of its ways, from a first generation of either kind."""
+    """The genetic search in one of its ways, from random orders and random pools only, as in section 5.1."""
 
-    def __init__(self, problem: Problem, seed: int, population: int, way: Way, start: Start = "seeded") -> None:
+    def __init__(self, problem: Problem, seed: int, population: int, way: Way) -> None:
         super().__init__(problem, seed, population=population)
-        self._way, self._start = way, start
+        self._way = way
         self._best_s = np.inf
-        if not (way.schedules and way.allocations):
-            self._share_of_orders = float(way.schedules)
         if not way.restricted:
             self._space = UnrestrictedSpace(self._space.sizes, self._space.memory_bytes)
-        self._own_order = np.arange(len(problem.graph.ops))
-        self._one_pool = self._space.random(self._space.leanest, self._rng)
+        self._one_order = np.arange(len(problem.graph.ops))
+        if way.order == "random":
+            self._one_order = random_schedule(self._precedence, self._rng)
+        if way.order != "searched":
+            self._share_of_orders = 0.0
+        if not way.allocations:
+            self._share_of_orders = 1.0
+            self._one_pool = self._fitting_pool()
+
+    def _fitting_pool(self) -> Allocation:
+        """Return a random pool that fits in memory. Random mappings that need too much are drawn again."""
+        space = self._space
+        while True:
+            pool = space.random(space.random_classes(self._rng), self._rng)
+            if object_bytes(space.sizes, pool.classes) @ pool.counts <= space.memory_bytes:
+                return pool
 
     def _first_generation(self) -> list[Chromosome]:
-        members = self._random_generation() if self._start == "random" else super()._first_generation()
-        return list(map(self._fixed, members))
-
-    def _random_generation(self) -> list[Chromosome]:
         space, rng = self._space, self._rng
         return [
-            Chromosome(random_schedule(self._precedence, rng), space.random(space.random_classes(rng), rng))
+            self._fixed(random_schedule(self._precedence, rng), space.random(space.random_classes(rng), rng))
             for _ in range(self._population)
         ]
 
     def _crossed(self, first: Chromosome, second: Chromosome) -> list[Chromosome]:
         """Return two children if schedules or allocations are not searched: one per other half."""
         children = super()._crossed(first, second)
-        if not self._way.schedules:
+        if self._way.order != "searched":
             return children[:2]
         return children if self._way.allocations else children[::2]
 
     def _mutated(self, child: Chromosome) -> Chromosome:
-        return self._fixed(super()._mutated(child))
+        mutated = super()._mutated(child)
+        return self._fixed(mutated.order, mutated.allocation)
 
-    def _fixed(self, member: Chromosome) -> Chromosome:
-        if not self._way.schedules:
-            return replace(member, order=self._own_order)
-        return member if self._way.allocations else replace(member, allocation=self._one_pool)
+    def _fixed(self, order: Ints, allocation: Allocation) -> Chromosome:
+        return Chromosome(
+            order if self._way.order == "searched" else self._one_order,
+            allocation if self._way.allocations else self._one_pool,
+        )
 
     def _survivors(self, seconds: Sequence[float]) -> list[int]:
         self._best_s = min(self._best_s, *seconds)

@@ -6,7 +6,7 @@ tensor.
 
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 
@@ -16,8 +16,11 @@ from cohabit.planner.graph import Graph
 from cohabit.planner.order import predecessors
 
 NONE: Final = -1
-TOGETHER: Final = 150
-"""Mean number of ops that a mutation runs after another because they read the same weights."""
+Run = Literal["", "weights", "newest"]
+"""Which ops a mutation runs after one that it has drawn: none in particular, those that read the same weights, or
+those that became ready last, depth first."""
+RUN: Final = 150
+"""Mean number of these ops."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,19 @@ def _join(head: Ints, tail: Ints, cut: int) -> Ints:
 
 
 def mutate_schedule(
-    order: Ints, rule: Precedence, probability: float, rng: np.random.Generator, *, together: bool = False
+    order: Ints, rule: Precedence, probability: float, rng: np.random.Generator, run: Run = ""
 ) -> Ints:
     """Reschedule as a dataflow engine would: the first ready op of `order`, or, with `probability`, any ready one.
 
-    The paper may "mutate multiple nodes in one mutation", and leaves open which. With `together`, an op chosen at
-    random that reads weights is followed by about TOGETHER ops that read the same ones or none.
+    The paper may "mutate multiple nodes in one mutation", and leaves open which. With `run`, an op drawn at random is
+    followed by about RUN others: ops that read the same weights or none, if it reads any; or the ops that became ready
+    last.
     """
     count = len(order)
     random, pick = rng.random(count) < probability, rng.random(count)
-    run = rng.geometric(1 / TOGETHER, count) if together else np.zeros(count, np.int64)
-    return _mutate(order, rule.start, rule.after, rule.before, rule.weights, random, pick, run)
+    lengths = rng.geometric(1 / RUN, count) if run else np.zeros(count, np.int64)
+    drawn = random, pick, lengths, run == "newest"
+    return _mutate(order, rule.start, rule.after, rule.before, rule.weights, *drawn)
 
 
 def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:
@@ -90,13 +95,22 @@ def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:
 
 @compiled
 def _mutate(
-    order: Ints, start: Ints, after: Ints, before: Ints, weights: Ints, random: Bools, pick: Floats, run: Ints
+    order: Ints,
+    start: Ints,
+    after: Ints,
+    before: Ints,
+    weights: Ints,
+    random: Bools,
+    pick: Floats,
+    run: Ints,
+    newest: bool,
 ) -> Ints:
     count = len(order)
     position, missing = np.empty(count, np.int64), before.copy()
     for i in range(count):
         position[order[i]] = i
     ready, place = np.empty(count, np.int64), np.full(count, -1)  # ready ops, and the index of each
+    since = np.full(count, -1)  # number of ops that had run when an op became ready
     ready_length = 0
     heap = [np.int64(count)]  # positions of ready ops, least first; those of ops that ran are skipped
     for k in range(count):
@@ -110,14 +124,17 @@ def _mutate(
         k = NONE
         if left > 0:
             left -= 1
-            k = _of_weights(ready[:ready_length], position, weights, wanted)
-            if k == NONE:
-                k = _of_weights(ready[:ready_length], position, weights, NONE)
-            if k == NONE:
-                left = 0
+            if newest:
+                k = _newest(ready[:ready_length], position, since)
+            else:
+                k = _of_weights(ready[:ready_length], position, weights, wanted)
+                if k == NONE:
+                    k = _of_weights(ready[:ready_length], position, weights, NONE)
+                if k == NONE:
+                    left = 0
         if k == NONE and random[i]:
             k = ready[int(pick[i] * ready_length)]
-            if weights[k] != NONE:
+            if newest or weights[k] != NONE:
                 wanted, left = weights[k], run[i]
         if k == NONE:
             while place[order[heap[0]]] < 0:
@@ -131,10 +148,20 @@ def _mutate(
         for j in after[start[k] : start[k + 1]]:
             missing[j] -= 1
             if missing[j] == 0:
-                ready[ready_length], place[j] = j, ready_length
+                ready[ready_length], place[j], since[j] = j, ready_length, i
                 ready_length += 1
                 heappush(heap, position[j])
     return result
+
+
+@compiled
+def _newest(ready: Ints, position: Ints, since: Ints) -> int:
+    """Return the ready op that became so last; of several, the first in the order."""
+    found = NONE
+    for k in ready:
+        if found == NONE or since[k] > since[found] or (since[k] == since[found] and position[k] < position[found]):
+            found = k
+    return found
 
 
 @compiled

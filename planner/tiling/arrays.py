@@ -115,6 +115,9 @@ class LazyArray(NDArrayOperatorsMixin):
         whole = items if Ellipsis in items else (*items, Ellipsis)  # a view even if all axes are dropped
         return _view(self, f"{self!r}[{index!r}]", lambda array: array[whole])
 
+    def clip(self, min: Any = None, max: Any = None, **options: Any) -> Any:  # np.clip has no defaults
+        return np.clip(self, min, max, **options)
+
     def __repr__(self) -> str:
         return f"<lazy {self.expression.name or type(self.expression.operator).__name__} {self.shape} {self.dtype}>"
 
@@ -191,6 +194,13 @@ class _Request:
         return dict(inspect.signature(self.function).bind(*self.args, **self.options).arguments)
 
     @property
+    def array(self) -> LazyArray:
+        """The only array. Raises TypeError if other arguments are arrays, too."""
+        if len(self.arrays) > 1:
+            raise TypeError("arguments beside the first that are arrays have no tiles")
+        return self.arrays[0]
+
+    @property
     def call(self) -> Call:
         args, options = _replaced(self, map(Input, range(len(self.arrays))))
         return Call(self.function, args, tuple(options.items()))
@@ -224,11 +234,24 @@ def _replaced(request: _Request, others: Iterator[Any]) -> tuple[tuple[Any, ...]
     return tuple(map(other, request.args)), {name: other(value) for name, value in request.options.items()}
 
 
+class _ChangesArguments(UnsupportedExpression):
+    """A call writes to the arrays that it is given."""
+
+
 def _called(request: _Request, arrays: Sequence[np.ndarray]) -> Any:
     """Make a call on NumPy's arrays instead of lazy ones."""
     args, options = _replaced(request, iter(arrays))
     with np.errstate(all="ignore"):
         return request.function(*args, **options)
+
+
+def _called_on_samples(request: _Request, samples: Sequence[np.ndarray]) -> Any:
+    """The same, on arrays with data. Raises _ChangesArguments if the call writes to them."""
+    before = [array.tobytes() for array in samples]
+    result = _called(request, samples)
+    if [array.tobytes() for array in samples] != before:
+        raise _ChangesArguments("it changes its arguments; lazy arrays cannot be written to")
+    return result
 
 
 def _recorded(
@@ -289,7 +312,9 @@ def _trial(request: _Request, rules: Sequence[_Rule]) -> tuple[_Rule, np.dtype[A
         warnings.simplefilter("ignore")
         plain = samples("plain", in_half=False)
         try:
-            result = _called(request, plain)
+            result = _called_on_samples(request, plain)
+        except _ChangesArguments as error:
+            return str(error)
         except Exception as error:
             if type(error) is ValueError and [p.shape for p in plain] != true_shapes:
                 return "NumPy refuses these shapes"  # its message has the samples'
@@ -307,7 +332,7 @@ def _trial(request: _Request, rules: Sequence[_Rule]) -> tuple[_Rule, np.dtype[A
                     if kind in EXTREMES and is_never_split(found):  # NumPy's own call in any case
                         continue
                     try:
-                        wanted = np.asarray(_called(request, arrays))
+                        wanted = np.asarray(_called_on_samples(request, arrays))
                     except (ValueError, ArithmeticError):  # these values, but not the call
                         continue
                     if not agree(tried(found), wanted):
@@ -331,7 +356,7 @@ def _folded(request: _Request, combine: np.ufunc | None) -> LazyArray:
     The thesis (2.3.1) says that a fold costs nothing "if S is tiled along the axis dimension". That is a misprint:
     each tile then has a part of every sum. It costs nothing if S is tiled along the other axis.
     """
-    (x,), arguments = request.arrays, request.arguments
+    x, arguments = request.array, request.arguments
     axis, keepdims = arguments.get("axis"), arguments.get("keepdims", False)
     axes = tuple(range(x.ndim)) if axis is None else normalize_axis_tuple(axis, x.ndim)
     is_kept = keepdims is not np._NoValue and bool(keepdims)
@@ -345,7 +370,7 @@ def _fold(combine: np.ufunc | None = None) -> list[_Rule]:
 
 
 def _scan(request: _Request) -> LazyArray:
-    (x,), axis = request.arrays, request.arguments.get("axis")
+    x, axis = request.array, request.arguments.get("axis")
     if axis is None and x.ndim != 1:
         raise TypeError("name the axis")
     return _lazy(Scan(request.call, normalize_axis_index(axis or 0, x.ndim)), [x], x.shape, request.dtype)
@@ -381,8 +406,10 @@ def _whole(request: _Request) -> LazyArray:
 
 
 def _concatenate(request: _Request) -> LazyArray:
-    arrays = request.arrays
-    axis = normalize_axis_index(request.arguments.get("axis", 0), arrays[0].ndim)
+    arrays, given = request.arrays, request.arguments.get("axis", 0)
+    if given is None:
+        raise TypeError("name the axis")
+    axis = normalize_axis_index(given, arrays[0].ndim)
     offsets, start = [], 0
     for array in arrays:
         offsets.append(tuple(-start if a == axis else 0 for a in range(array.ndim)))
@@ -435,7 +462,7 @@ def _options(request: _Request, *without: str) -> dict[str, Any]:
 
 def _mean(request: _Request) -> Any:
     """Divide a sum; half precision and integers are summed in wider types, as NumPy does."""
-    (x,) = request.arrays
+    x = request.array
     wide = np.float64 if x.dtype.kind in "biu" else np.float32 if x.dtype == np.float16 else x.dtype
     dtype = request.arguments.get("dtype") or wide
     total: Any = np.sum(x, dtype=dtype, **_options(request, "dtype"))
@@ -443,7 +470,7 @@ def _mean(request: _Request) -> Any:
 
 
 def _variance(request: _Request) -> Any:
-    (x,), options = request.arrays, _options(request, "dtype", "ddof", "correction")
+    x, options = request.array, _options(request, "dtype", "ddof", "correction")
     dtype = request.arguments.get("dtype") or (np.float64 if x.dtype.kind in "biu" else x.dtype)
     deviation = x - np.mean(x, dtype=dtype, **{**options, "keepdims": True})
     total: Any = np.sum(np.square(np.abs(deviation)), **options)
@@ -456,7 +483,7 @@ def _deviation(request: _Request) -> Any:
 
 
 def _sizes(request: _Request) -> Any:
-    (x,) = request.arrays
+    x = request.array
     return np.abs(x.astype(np.float64) if x.dtype.kind in "biu" else x)
 
 
@@ -503,7 +530,7 @@ VIEWS = (np.transpose, np.swapaxes, np.moveaxis, np.expand_dims, np.squeeze)
 """Functions that NumPy answers with a view of their first argument."""
 
 METHODS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(np, name) for name in ("all", "any", "argmax", "argmin", "clip", "cumprod", "cumsum", "dot")},
+    **{name: getattr(np, name) for name in ("all", "any", "argmax", "argmin", "cumprod", "cumsum", "dot")},
     **{
         name: getattr(np, name) for name in ("max", "mean", "min", "prod", "round", "std", "sum", "swapaxes", "var")
     },

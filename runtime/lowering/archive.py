@@ -74,6 +74,11 @@ def read(archive: ArchiveFile) -> tuple[ExportedProgram, list[str]]:
         program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, None)
     except Exception as error:  # the deserializer raises any type
         reason = str(error).split("\n", 1)[0][:300]
+        if "not registered" in reason:  # a class of a library that is not imported here
+            reason += (
+                "; export a module that takes and returns tensors, alone or in tuples, lists and dictionaries, or let"
+                " `cohabit import` export the model"
+            )
         raise ArchiveError(f"{path.name}: not a program that torch {torch.__version__} reads: {reason}") from error
     return program, guards
 

@@ -263,8 +263,8 @@ class Budget:
 
     @property
     def exceeded_bytes(self) -> int:
-        """Bytes by which the budget was exceeded at most, since what had to leave was held by the loop."""
-        return self._saved.exceeded_bytes
+        """Most bytes by which the budget was exceeded: by ops that need more, or by what the loop holds."""
+        return max(self._residency.exceeded_bytes, self._saved.exceeded_bytes)
 
     @property
     def moved_bytes(self) -> int:

@@ -34,7 +34,7 @@ class Residency:
 
     def __init__(self, device: torch.device, spill: SpillStore, copier: Copier) -> None:
         self.limit_bytes = NEVER
-        self.used_bytes = self.peak_bytes = 0
+        self.used_bytes = self.peak_bytes = self.exceeded_bytes = 0
         self.headroom_bytes = NEVER
         """If the budget is a total: bytes that may be allocated before the process's memory is measured again."""
         self.measure: Callable[[int], None] | None = None
@@ -125,6 +125,7 @@ class Residency:
 
     def note_peak(self) -> None:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self.exceeded_bytes = max(self.exceeded_bytes, self.used_bytes - self.limit_bytes)
         self.noted()
 
     def changed(self, tracked: Tracked) -> None:

@@ -83,6 +83,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     plan = plan_tiling(graph, options.search)
     runs = None
     if options.execute or "TORCHELASTIC_RUN_ID" in os.environ:
+        _require_data(options.program, graph)
         from cohabit.runtime.tiling.worker import start
 
         task = functools.partial(_run, options.program, options.workers, options.copies, plan.picks)
@@ -107,6 +108,19 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         write_file(options.svg, drawing(plan).encode())
         errors.print(f"{options.svg}: {format_bytes(options.svg.stat().st_size)}", markup=False, highlight=False)
     return 0
+
+
+def _require_data(program: str, graph: "TilingGraph") -> None:
+    """Raise ConfigError if an input was made from a shape alone."""
+    from cohabit.planner.tiling.expressions import NewArray
+
+    for expression in graph.expressions:
+        operator = expression.operator
+        if isinstance(operator, NewArray) and operator.data is None:
+            raise ConfigError(
+                f"{program}: array {expression.name or expression.shape} has a shape and no data, so it can be planned"
+                " but not run; pass an array to `newarray`, or leave out --run"
+            )
 
 
 def _graph(program: str, workers: int, copies: Any) -> "TilingGraph":

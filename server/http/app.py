@@ -100,8 +100,11 @@ def _add(app: web.Application, access: Access, served: Iterable[Endpoint], sites
         handler = _guarded(endpoint.handler, access, endpoint.permission)
         if endpoint.changes_server:
             handler = _own(handler, sites)
+        # Load balancers ask for health by HEAD, too.
+        methods = (endpoint.method, "HEAD") if endpoint.permission is Permission.HEALTH else (endpoint.method,)
         for path in endpoint.paths:
-            app.router.add_route(endpoint.method, path, handler, expect_handler=_read_body_continues)
+            for method in methods:
+                app.router.add_route(method, path, handler, expect_handler=_read_body_continues)
 
 
 async def _read_body_continues(request: web.Request) -> None:

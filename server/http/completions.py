@@ -72,8 +72,8 @@ class _Asked(msgspec.Struct, kw_only=True):
     max_tokens: Count | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    """Not OpenAI's: samples from this many most likely tokens."""
+    top_k: Annotated[int, Meta(ge=-1)] | None = None
+    """Not OpenAI's: samples from this many most likely tokens; 0 and -1 from all."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     stop: Stops = None
     stream: bool | None = None
@@ -115,7 +115,7 @@ class _Asked(msgspec.Struct, kw_only=True):
         sampling = Sampling(
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
+            top_k=max(self.top_k or 0, 0),
             seed=self.seed,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
@@ -215,6 +215,8 @@ class CompletionsApi:
         """Answer the last message of a conversation."""
         async with self._read(request, ChatBody, "send a shorter conversation") as read:
             asked, sampler, info, document = read
+            if asked.top_logprobs and not asked.logprobs:
+                raise InvalidRequest(f"top_logprobs is {asked.top_logprobs} without logprobs; set logprobs to true")
             tokenizer = await self._plane.tokenizers.of(info.name)
             conversation = [_plain(message) for message in asked.messages]
             _refuse_unread(conversation, document)
@@ -277,7 +279,7 @@ class CompletionsApi:
         if len(prompt) >= info.context:
             raise InvalidRequest(
                 f"the prompt has {len(prompt)} tokens, and model '{info.name}' takes {info.context} with what it"
-                " generates; send a shorter one, or import the model with a larger --max-sequence-length"
+                " generates; send a shorter one"
             )
         stops = asked.stops
         if stops and tokenizer is None:

@@ -166,7 +166,7 @@ def write_entry(
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
             notes = _write_sample(subject, entry.info, folder)
             if subject.tokenizer is not None:
-                shutil.copyfile(subject.tokenizer, folder / TOKENIZER)
+                (folder / TOKENIZER).write_bytes(subject.tokenizer)
             if not place.versions:
                 labels = _write_labels(subject, entry.info, folder)
                 parameters = _parameters(subject, config)

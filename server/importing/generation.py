@@ -18,9 +18,10 @@ from cohabit.server.errors import ImportFailed
 from cohabit.server.frontend.templates import rendered
 from cohabit.server.importing.declared_input import DeclaredInput
 from cohabit.server.importing.folder_files import read_object
+from cohabit.server.importing.folder_tokenizer import FolderTokenizer, entry_tokenizer
 from cohabit.server.importing.huggingface_inputs import TOKENS
 from cohabit.server.importing.subject import DecodingStep, Subject, Tensors, reason_of
-from cohabit.server.ipc.model import TOKENIZER, LanguageDocument
+from cohabit.server.ipc.model import LanguageDocument
 
 _LENGTH, _PAST, _NEW, _LOGITS = "length", "past", "new", "logits"
 _CHUNK = 64
@@ -162,13 +163,14 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
     # Buckets for the past grow by a constant factor, up to the context.
     pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
     document, said = _checked(folder, _document(folder, model))
+    tokenizer, unlike = entry_tokenizer(folder)
     return Subject(
         step,
         inputs,
         examples,
         most_tokens=most,
-        tokenizer=folder / TOKENIZER if (folder / TOKENIZER).is_file() else None,
-        notes=(*notes, *said),
+        tokenizer=tokenizer,
+        notes=(*notes, *said, *unlike),
         decoding=DecodingStep(
             states=((_PAST, _NEW),),
             lengths=_LENGTH,
@@ -282,7 +284,8 @@ def _document(folder: Path, model: Any) -> LanguageDocument:
     Texts end at the end tokens of all sources: the configurations of the model and of generation, and the tokenizer.
     """
     own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
-    tokenizer, _ = _tokenizer(folder)
+    read = FolderTokenizer.of(folder)
+    tokenizer = None if read is None else read.own
     sources = (own.get("eos_token_id"), getattr(model.config, "eos_token_id", None))
     ends = [token for source in sources for token in (source if isinstance(source, list | tuple) else [source])]
     if tokenizer is None:
@@ -303,32 +306,19 @@ def _tokens(found: Sequence[Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))
 
 
-def _tokenizer(folder: Path) -> tuple[Any, str | None]:
-    """Return the folder's tokenizer of transformers, and why it cannot be read; None for what there is not."""
-    import transformers
-
-    if not (folder / TOKENIZER).is_file():
-        return None, None
-    try:
-        own = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of many kinds, for damaged files and missing packages
-        return None, reason_of(error)
-    return own, None
-
-
 def _checked(folder: Path, document: LanguageDocument) -> tuple[LanguageDocument, tuple[str, ...]]:
     """Compare renderings of conversations with transformers' own.
 
     Returns the document, without a chat template that is rendered differently, and notes about why there are no chats.
     """
-    tokenizer, unread = _tokenizer(folder)
-    if unread is not None:
-        return document, (f"it has no chats: transformers cannot read its tokenizer ({unread})",)
-    if tokenizer is None or document.chat_template is None:
+    read = FolderTokenizer.of(folder)
+    if read is not None and read.unread is not None:
+        return document, (f"it has no chats: transformers cannot read its tokenizer ({read.unread})",)
+    if read is None or document.chat_template is None:
         return document, ()
     for chat in _CHATS:
         own = _attempted(partial(rendered, "", document, chat))
-        whole = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+        whole = partial(read.own.apply_chat_template, add_generation_prompt=True, tokenize=False)
         if own != _attempted(partial(whole, chat)):
             note = "it has no chats: its chat template is rendered differently than by transformers"
             return structs.replace(document, chat_template=None), (note,)

@@ -17,6 +17,7 @@ from torch import nn
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput, largest_size
 from cohabit.server.importing.folder_files import read_object, require_own_files, require_possible
+from cohabit.server.importing.folder_tokenizer import entry_tokenizer
 from cohabit.server.importing.generation import generating, is_causal
 from cohabit.server.importing.huggingface_inputs import (
     ANY_LENGTH,
@@ -30,7 +31,7 @@ from cohabit.server.importing.huggingface_inputs import (
     tensors_of,
 )
 from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of, with_signature
-from cohabit.server.ipc.model import POOLINGS, TOKENIZER
+from cohabit.server.ipc.model import POOLINGS
 
 _CONFIG = "config.json"
 _MODULES, _POOLING = "modules.json", "1_Pooling"
@@ -122,12 +123,13 @@ def from_folder(
     kept, dropped = _outputs(folder, subject, outputs)
     images = tuple(given.name for given in inputs if given.name == IMAGES and len(given.dims) == 4)
     # Texts are embedded as sentence-transformers does, or not at all.
-    tokenizer, pooling = folder / TOKENIZER, None
-    has_texts = TOKENS in names and tokenizer.is_file()
+    tokenizer, pooling = None, None
     try:
         pooling = _pooling(folder)
+        if TOKENS in names:
+            tokenizer, unlike = entry_tokenizer(folder)
+            notes.extend(unlike)
     except ImportFailed as error:
-        has_texts = False
         notes.append(f"it has no /v1/embeddings, which would differ from sentence-transformers: {error}")
     if dropped:
         notes.append(f"not an output of the entry, because they have no row for each row: {', '.join(dropped)}")
@@ -138,7 +140,7 @@ def from_folder(
         module=NamedOutputs(model, names, kept).eval(),
         classes=_classes(model.config, written),
         images=images,
-        tokenizer=tokenizer if has_texts else None,
+        tokenizer=tokenizer,
         pooling=pooling,
         notes=(*notes, *_notes(written, pooling)),
     )

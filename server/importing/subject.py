@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,8 +56,8 @@ class Subject:
     """Names of the classes of the output `logits`."""
     images: tuple[str, ...] = ()
     """Image inputs, channels first."""
-    tokenizer: Path | None = None
-    """The file of a text model's tokenizer."""
+    tokenizer: bytes | None = None
+    """The contents of a text model's `tokenizer.json`."""
     pooling: str | None = None
     """Pooling of token states into embeddings, a value of config.pbtxt's parameter `pooling`."""
     notes: tuple[str, ...] = ()

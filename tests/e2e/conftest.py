@@ -15,6 +15,7 @@ from cohabit.planner.profile import Link
 from tests.support.e2e.archives import Archives
 from tests.support.e2e.serving import serving
 from tests.support.e2e.stacks import Stacks
+from tests.support.runtime.models import locked
 
 
 @pytest.fixture(scope="session")
@@ -36,10 +37,16 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fixed_plans(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def fixed_plans(stacks: Stacks, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cache of servers whose plans are always the same: computing a layer takes as long as copying half a MiB."""
-    folder = tmp_path_factory.mktemp("fixed")
-    repository, cache = folder / "models", folder / "cache"
+    made = run_folder / "fixed" / "cache"
+    with locked(made.with_suffix(".lock")):
+        if not made.exists():
+            _with_fixed_profiles(stacks, made.parent / "models", made.with_suffix(".new")).rename(made)
+    return shutil.copytree(made, tmp_path_factory.mktemp("fixed") / "cache")
+
+
+def _with_fixed_profiles(stacks: Stacks, repository: Path, cache: Path) -> Path:
     for seed, name in enumerate("abcd"):
         stacks.put(repository, name, seed)
     # The models are lowered and measured now, as every test serves them: forms of layers, and so profiles, depend on

@@ -177,7 +177,7 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
         assert not running & {id(p) for p in released}
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_moves_under_requests_lose_none_and_change_no_bit(
     stacks: Stacks, fixed_plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:

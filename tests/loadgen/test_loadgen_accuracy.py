@@ -33,6 +33,7 @@ async def test_percentiles_are_those_of_the_servers_latencies_to_one_percent() -
     assert measured_s == pytest.approx(expected_s.tolist(), rel=0.01)
 
 
+@pytest.mark.long
 async def test_a_stall_of_a_second_is_in_the_latency_of_every_request_that_was_due_in_it() -> None:
     """A hundred of 300 requests are due in the stall, and wait for its end: a second to none, evenly."""
     fake = FakeKServe(models=("a",), stall_s=(1.0, 2.0))
@@ -65,6 +66,7 @@ def test_a_lag_that_is_small_beside_the_latency_does_not_make_a_run_invalid() ->
     assert make_report(run, [lagging, *[Outcome(lagging.arrival, 0.2, 0.3)] * 9], ["a"]).generator_was_late
 
 
+@pytest.mark.long
 async def test_sender_processes_share_one_schedule() -> None:
     fake = FakeKServe(models=("a", "b"))
     async with serving(fake) as url:
@@ -75,6 +77,7 @@ async def test_sender_processes_share_one_schedule() -> None:
     assert {m.model: m.sent for m in several.models} == {m.model: m.sent for m in one.models}
 
 
+@pytest.mark.long
 async def test_a_closed_loop_has_as_many_requests_in_flight_as_clients() -> None:
     fake = FakeKServe(models=("a",), answer_after=5)
     async with serving(fake) as url:

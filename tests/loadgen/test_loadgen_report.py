@@ -78,6 +78,7 @@ def test_a_report_survives_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
 
 
+@pytest.mark.long
 def test_a_saturated_run_and_an_outage_are_said() -> None:
     run = msgspec.structs.replace(RUN, rate_per_s=100.0, duration_s=10.0, warmup_s=0.0)
     arrivals = [k / 100 for k in range(1000)]

@@ -1,11 +1,6 @@
-from types import SimpleNamespace
-from typing import Any
-
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from benchmarks.demo import POLICIES, Measured, rate_for, verdict
 from cohabit.loadgen.errors import ServerFailed, UsageError
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.run import run_load
@@ -28,44 +23,6 @@ async def test_every_request_is_answered_and_reported() -> None:
     assert report.all_answered
     assert report.sent == report.completed == len(fake.arrived) > 50
     assert {m.model: m.sent for m in report.models} == {m: fake.arrived.count(m) for m in ("a", "b")}
-
-
-def turn(p99_ms: float, lag_ms: float = 0.0) -> Any:
-    """What the verdict reads of a turn's report."""
-    spread = SimpleNamespace(p50_s=p99_ms / 4e3, p99_s=p99_ms / 1e3)
-    return SimpleNamespace(latency=spread, generator_was_late=lag_ms > 5)
-
-
-def drawn_turns(rng: np.random.Generator, noise: float) -> Measured:
-    """16 turns whose p99 vary by `noise` alone, and double together with other work."""
-    measured = Measured(300, 700, {policy: [] for policy in POLICIES}, [0.3] * 64)
-    for _ in range(16):
-        slower = rng.choice([1, 2])
-        for policy, p99_ms in (("resident", 25), ("partitioned", 37), ("lru", 69), ("time_shared", 51)):
-            measured.reports[policy].append(turn(p99_ms * slower * float(rng.lognormal(0, noise))))
-    return measured
-
-
-def test_the_demo_says_the_same_in_every_run_though_turns_vary() -> None:
-    rng = np.random.default_rng(0)
-    said = [verdict(drawn_turns(rng, noise=0.2)) for _ in range(50)]
-    for sentence, about_others in said:
-        assert "partitioned had a lower p99 than an LRU cache of whole models, 0." in sentence
-        assert "a lower p99 than time sharing, 0." in sentence
-        assert about_others.startswith("Other work used 30% of the CPUs during the turns, 30% in the worst")
-
-
-def test_the_demo_does_not_name_a_winner_if_there_is_none() -> None:
-    measured = Measured(300, 700, {policy: [turn(20), turn(30), turn(25)] for policy in POLICIES}, [0.0])
-    measured.reports["lru"] = [turn(30), turn(20), turn(25, lag_ms=9)]
-    sentence, late = verdict(measured)
-    assert "p99 not to be told apart from that of an LRU cache" in sentence
-    assert late == "In 1 of 12 turns the load generator was late, which counts as latency."
-
-
-@pytest.mark.parametrize(("saturation_per_s", "rate_per_s"), [(700, 300), (499, 200), (40, 20), (1, 10)])
-def test_the_demos_rate_is_what_the_machine_can_do(saturation_per_s: float, rate_per_s: float) -> None:
-    assert rate_for(saturation_per_s) == rate_per_s
 
 
 async def test_a_slow_server_slows_nothing_down() -> None:

@@ -14,6 +14,7 @@ SMALL = ("bert_small", "ranker", "torchcrepe")
 LARGE = tuple(name for name in ZOO if name not in SMALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*SMALL, *(pytest.param(n, marks=pytest.mark.slow) for n in LARGE)])
 def test_the_exported_model_equals_eager(name: str, tmp_path: Path) -> None:
     model, example = ZOO[name].build()

@@ -114,6 +114,7 @@ def runs(problem: Problem, plan: Plan) -> Counter[str]:
     return Counter(problem.graph.ops[s.op].name for s in plan.steps if isinstance(s, Compute))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("baseline", BASELINES)
 def test_where_no_plan_of_the_rule_fits_the_serial_schedule_runs(baseline: str) -> None:
     graph = trained(CONVOLUTIONS)
@@ -317,6 +318,7 @@ def test_ops_that_change_state_are_not_repeated(searcher: type[Baseline]) -> Non
     assert all(found[op.name] == 1 for op in graph.ops if op.mutates)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_best_is_no_slower_on_a_training_step_than_plans_of_its_chain(seed: int) -> None:
     rng = random.Random(seed)
@@ -388,6 +390,7 @@ def random_chain(rng: random.Random) -> tuple[LayerChain, list[int]]:
     return chain, [0, *(rng.randint(1, int(n)) for n in x[1:layers])]
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 10**6))
 def test_the_optimal_chain_is_as_fast_as_exhaustive_search(seed: int) -> None:

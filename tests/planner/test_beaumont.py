@@ -197,6 +197,7 @@ def test_equations_agree_with_the_clock() -> None:
     assert waits > 300
 
 
+@pytest.mark.long
 def test_dynprog_is_exhaustive_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without GREEDY's choices to fall back on: hundreds of chains, against all 2^L sets."""
     monkeypatch.setattr(module, "incumbents", lambda made: [(True,) * made.layers])

@@ -197,6 +197,7 @@ def test_changes_in_place_keep_ops_in_order() -> None:
     assert latency_bound(graph, profile_of(graph), single_budget(4 * PAGE)) == pytest.approx(1 + 3 + 1)
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_more_memory_never_raises_the_bound(seed: int) -> None:
@@ -210,6 +211,7 @@ def test_more_memory_never_raises_the_bound(seed: int) -> None:
     assert bounds[-1] >= profile.compute_s * (1 - 1e-9)
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_a_thinned_chain_bounds_as_well_and_no_better(seed: int) -> None:
@@ -235,6 +237,7 @@ def test_the_best_possible_plan_is_no_faster(seed: int) -> None:
     assert latency_bound(graph, profile, single_budget(memory)) <= best_possible(graph, profile, memory)
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_no_random_plan_is_faster(seed: int) -> None:

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
 
-from benchmarks.planner.capture import Captured, Storage, Trace, captured, trace
+from benchmarks.planner.capture import Captured
 from benchmarks.planner.inception import inception_v4
 from benchmarks.planner.models import NETWORKS, Network, capture_inference, inference_graph, parameter_count
 from benchmarks.planner.nasnet import NasNetA
@@ -45,52 +44,13 @@ class Tiny(nn.Module):
 TINY = Network(Tiny, lambda batch: (torch.empty(batch, 4, 8, 8),))
 
 
-def mlp() -> nn.Module:
-    return Classified(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
-
-
-MLP = Training(mlp, lambda batch: (torch.empty(batch, 4), torch.empty(batch, dtype=torch.int64)), 16)
-
-
 @pytest.fixture(scope="module")
 def resnet152_16(tmp_path_factory: pytest.TempPathFactory) -> Captured:
     return inference_graph("resnet152", 16, tmp_path_factory.mktemp("cache"))
 
 
-def names(graph: Graph, ids: tuple[int, ...]) -> list[str]:
-    return [graph.tensors[i].name for i in ids]
-
-
 def targets(graph: Graph) -> list[str]:
     return [op.target.removeprefix("aten.").split(".")[0] for op in graph.ops]
-
-
-def test_a_tiny_module_is_captured_as_the_runtime_would_run_it() -> None:
-    graph, work = capture_inference("tiny", TINY, 2)
-    image = 4 * 2 * 4 * 8 * 8
-    assert targets(graph) == ["add", "conv2d", "add_", "relu_", "mean", "linear"]
-    # 4 * 4 * 9 + 4 floats of convolution and shift, 40 + 10 of the classifier: small neighbours share a segment.
-    assert [(t.kind, t.nbytes) for t in graph.tensors] == [
-        ("parameter", 4096),
-        ("input", image),
-        ("activation", image),
-        ("activation", image),
-        ("activation", 4 * 2 * 4),
-        ("activation", 4 * 2 * 10),
-    ]
-    assert [(op.reads, op.writes, op.mutates) for op in graph.ops] == [
-        ((1,), (2,), ()),
-        ((2, 0), (3,), ()),
-        ((3, 2), (), (3,)),
-        ((3,), (), (3,)),
-        ((3,), (4,), ()),
-        ((4, 0), (5,), ()),
-    ]
-    assert graph.outputs == (5,)
-    assert work[1].flops == 2 * 2 * 4 * 64 * 4 * 9
-    assert work[2] == (2 * 4 * 64, 3 * image)
-    assert work[3] == (2 * 4 * 64, 2 * image)
-    assert work[5].flops == 2 * 2 * 4 * 10
 
 
 def test_what_a_network_changes_in_place_stays_behind_earlier_readers() -> None:
@@ -130,22 +90,6 @@ def test_large_tables_stay_on_the_host_and_large_layers_come_in_slices() -> None
     )
 
 
-def test_a_dead_op_and_a_view_vanish() -> None:
-    def calculated(x: torch.Tensor) -> torch.Tensor:
-        _ = x.exp()
-        return x.t().sin()
-
-    with FakeTensorMode() as mode:
-        graph = torch.fx.symbolic_trace(calculated).graph
-        x = mode.from_tensor(torch.zeros(3, 4))
-    for node in graph.nodes:
-        if node.op == "call_method":
-            node.op, node.target = "call_function", getattr(torch.ops.aten, node.target).default
-    found: Trace = trace(graph, {"x": ("input", x)}, {})
-    results: list[Storage] = [s for s in found.results if s is not None]
-    assert [op.name for op in captured("calculated", 1, found, results).graph.ops] == ["sin"]
-
-
 # torchvision for ResNet; the Inception-V4 and NASNet-A papers say 43 M and 88.9 M, their usual ports what is here.
 PUBLISHED = {
     "resnet152": 60_192_808,
@@ -162,6 +106,7 @@ def test_parameters_are_as_many_as_published(name: str, parameters: int) -> None
     assert parameter_count(name) == parameters
 
 
+@pytest.mark.long
 def test_resnet152_at_batch_16_moves_no_activation_in_128_mb(resnet152_16: Captured) -> None:
     graph, work = resnet152_16
     assert peak_activation_bytes(graph) < 128e6
@@ -175,6 +120,7 @@ def test_resnet152_at_batch_16_moves_no_activation_in_128_mb(resnet152_16: Captu
     assert sum(w.flops for w in work) / 16 == pytest.approx(2 * 11.5e9, rel=0.02)
 
 
+@pytest.mark.long
 def test_profiles_take_as_long_as_the_paper_says(resnet152_16: Captured) -> None:
     graph, work = resnet152_16
     scaled = v100_pcie3(graph, work, RESNET152_S[16])
@@ -195,17 +141,6 @@ def test_a_cached_graph_is_the_captured_one(tmp_path: Path, monkeypatch: pytest.
     assert second == first == capture_inference("tiny", TINY, 3)
     assert second.graph.fingerprint == first.graph.fingerprint
     assert isinstance(second, Captured)
-
-
-def test_an_unrolled_lstm_reads_each_layers_weights_at_every_step() -> None:
-    network = Network(lambda: Lstm(2, 256), lambda batch: tuple(torch.empty(batch, 256) for _ in range(3)))
-    graph, work = capture_inference("lstm", network, 1)
-    products = [op for op in graph.ops if "addmm" in op.target]
-    used = [names(graph, tuple(i for i in op.reads if graph.tensors[i].kind == "parameter")) for op in products]
-    assert used == used[:4] * 3
-    assert len({tuple(u) for u in used}) == 4
-    assert sum(graph.tensors[i].nbytes for i in graph.parameters) == 2 * 4 * (2 * 4 * 256 * 256 + 4 * 256)
-    assert [k.flops for op, k in zip(graph.ops, work, strict=True) if op in products] == [2 * 4 * 256 * 256] * 12
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
@@ -236,20 +171,6 @@ def test_the_lstms_gradient_is_right() -> None:
     assert torch.autograd.gradcheck(lambda *steps: network(*steps)[-1], x)
 
 
-def test_the_joint_graph_of_two_layers_has_their_ops_and_updates() -> None:
-    graph, _ = capture_training("mlp", MLP)
-    states = {t.name: t.nbytes for t in graph.tensors if t.kind == "state"}
-    assert sorted(states.values()) == sorted(4 * n for n in (4 * 8, 8, 8 * 3, 3))
-    assert [t.kind for t in graph.tensors[:4]] == ["state"] * 4
-    found = targets(graph)
-    assert found.count("addmm") == 2
-    assert found.count("mm") == 3  # the input needs no gradient
-    assert found.count("relu") == found.count("threshold_backward") == 1
-    assert found.count("sgd") == 4
-    assert [graph.tensors[i].nbytes for i in graph.outputs] == [4]
-    assert peak_bytes(graph) > sum(states.values())
-
-
 def updates_come_last(graph: Graph) -> None:
     """Each weight is changed once, by an op behind all others that use it, which is where its gradient dies."""
     for i, tensor in enumerate(graph.tensors):
@@ -261,6 +182,7 @@ def updates_come_last(graph: Graph) -> None:
             assert [op for op in graph.ops if gradient in op.reads][-1] == users[-1]
 
 
+@pytest.mark.long
 def test_weights_shared_over_time_are_updated_once_and_last() -> None:
     training = Training(
         lambda: Scored(BidirectionalLstm(2, 8)),
@@ -306,6 +228,7 @@ def test_every_network_is_captured(name: str, tmp_path: Path) -> None:
     assert {t.kind for t in graph.tensors} == {"parameter", "input", "activation"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("build", [inception_v4, NasNetA])
 def test_the_networks_take_images_and_return_logits(build: type[nn.Module]) -> None:
     side = 331 if build is NasNetA else 299

@@ -84,6 +84,7 @@ def obey_permissions() -> None:
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
 
 
+@pytest.mark.long
 def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     assert called(source_with(tmp_path, 2), **environment) == "10 0 1"
@@ -91,6 +92,7 @@ def test_a_change_of_what_a_loop_calls_is_seen(tmp_path: Path) -> None:
     assert called(source_with(tmp_path, 3), **environment) == "15 0 1"
 
 
+@pytest.mark.long
 def test_loops_compiled_in_a_folder_that_is_read_only_now_are_used(tmp_path: Path) -> None:
     """They are copied to where they can be, for good; where nothing can be written, loops are compiled every time."""
     source = source_with(tmp_path / "source", 2)
@@ -134,6 +136,7 @@ def test_temporary_compiled_code_of_another_user_is_not_executed(
     assert cohabit.planner.compiled._temporary_folder("state") is None
 
 
+@pytest.mark.long
 def test_without_compiled_loops_the_same_plan_is_made_by_interpreting_them(tmp_path: Path) -> None:
     """Of a chain whose parameters take twice the memory, by each searcher with a few evaluations."""
     own = {
@@ -166,15 +169,15 @@ from cohabit.planner.streaming import stream
 from cohabit.planner.sizing.fitting import split_budget
 from tests.support.planner.graphs import chain, profile_of
 
-graph = chain([1 << 20] * 8)
+graph = chain([1 << 20] * 4)
 profile = profile_of(graph)
-memory = split_budget({1: graph}, {1: profile}, 4 << 20)
+memory = split_budget({1: graph}, {1: profile}, 2 << 20)
 plan = search(Problem(graph, profile, memory), limit=Limit(evaluations=3))
 is_compiled = "Dispatcher" in type(stream.play).__name__
 assert is_compiled == ("numba" in sys.modules), "numba is imported only where it compiles"
 print("compiled" if is_compiled else "interpreted")
 print(cohabit.planner.plan.encode(plan).decode())
-problem = Problem(graph, profile, single_budget(4 << 20))
+problem = Problem(graph, profile, single_budget(2 << 20))
 for searcher in SEARCHERS:
     if can_plan(searcher, problem):
         print(cohabit.planner.plan.encode(search(problem, searcher, limit=Limit(evaluations=3))).decode())

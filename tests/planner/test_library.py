@@ -193,6 +193,7 @@ AT_DECODE_TIME = {
 }
 
 
+@pytest.mark.long
 def test_decoders_are_made_when_modules_are_imported() -> None:
     """A `decode(..., type=...)`, or a Decoder made in a function, may have msgspec look at a type in two threads."""
     found = set()

@@ -228,6 +228,7 @@ BREAKS: tuple[Callable[[Any, random.Random], None], ...] = (
 )
 
 
+@pytest.mark.long
 def test_broken_plans_are_told_by_the_written_rules() -> None:
     """Both checkers say the same of plans with one or two things changed, some of which still may run."""
     rules = compare(random.Random(7), 70)

@@ -195,6 +195,7 @@ def without_wait(plan: Plan, index: int, earlier: int) -> Plan:
     return replace(plan, steps=(*plan.steps[:index], fewer, *plan.steps[index + 1 :]))
 
 
+@pytest.mark.long
 def test_a_plan_without_one_of_its_waits_is_refused_or_sound() -> None:
     """Nearly every wait is needed. Those before which bytes were in use are found in a run that takes too many."""
     rng, verdicts, overflows = random.Random(5), Counter[str](), 0
@@ -268,6 +269,7 @@ def same_cost(problem: Problem, schedule: Schedule, plan: Plan) -> None:
     )
 
 
+@pytest.mark.long
 def test_streaming_simulates_the_schedule_that_it_writes() -> None:
     """With every candidate that goes ahead of others, too: `stream.evaluate` and `evaluate` of the emitted schedule."""
     seen = 0

@@ -66,6 +66,7 @@ def test_served_memory_is_planned_for_its_latency_only() -> None:
         search(problem)
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(seeds)
 def test_every_wait_of_a_plan_is_necessary(seed: int) -> None:
@@ -83,6 +84,7 @@ def test_every_wait_of_a_plan_is_necessary(seed: int) -> None:
                 check(graph, profile, replace(plan, steps=steps))
 
 
+@pytest.mark.long
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(seeds)
 def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
@@ -100,6 +102,7 @@ def test_residents_given_from_outside_stay_where_they_are(seed: int) -> None:
     assert plan.residents == residents
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds)
 def test_least_budget_of_activations_that_stay_is_exact(seed: int) -> None:

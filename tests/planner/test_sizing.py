@@ -106,6 +106,7 @@ def test_a_refusal_has_the_memory_that_was_given(layout: LayoutName) -> None:
         divide(MODELS, 1024, layout)
 
 
+@pytest.mark.long
 def test_more_memory_is_no_slower() -> None:
     def cost(pages: int) -> float:
         return sum(
@@ -273,6 +274,7 @@ def climbed(tmp_path: Path) -> Library:
     return library
 
 
+@pytest.mark.long
 def test_a_ladder_goes_from_the_least_size_to_all_resident_and_never_gets_slower(climbed: Library) -> None:
     for demand in MODELS:
         ladder = climbed.ladders(demand, "best")[WORKSPACE]
@@ -287,6 +289,7 @@ def test_a_ladder_goes_from_the_least_size_to_all_resident_and_never_gets_slower
             assert plans.keys() == demand.graphs.keys()
 
 
+@pytest.mark.long
 def test_every_memory_that_holds_the_first_rungs_finds_safe_plans_without_a_search(
     climbed: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +314,7 @@ def test_every_memory_that_holds_the_first_rungs_finds_safe_plans_without_a_sear
                 assert plan.provenance.latency_s >= plan.provenance.bound_s
 
 
+@pytest.mark.long
 def test_a_ladder_of_another_workspace_or_too_little_memory_is_not_used(climbed: Library) -> None:
     ladders = [climbed.ladders(demand, "best") for demand in MODELS]
     for memory_bytes, least_workspace in ((30 * PAGE, 15 * PAGE), (12 * PAGE, 0)):
@@ -318,6 +322,7 @@ def test_a_ladder_of_another_workspace_or_too_little_memory_is_not_used(climbed:
         assert own == divide(MODELS, memory_bytes, least_workspace_bytes=least_workspace, ladders=ladders)
 
 
+@pytest.mark.long
 def test_a_size_between_two_rungs_is_searched_from_both(climbed: Library) -> None:
     demand = MODELS[1]
     sizes = [p.partition_bytes for p in climbed.ladders(demand, "best")[WORKSPACE]]
@@ -332,6 +337,7 @@ def test_a_size_between_two_rungs_is_searched_from_both(climbed: Library) -> Non
     assert found.latency_s <= below.latency_s * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_rungs_that_are_not_planned_yet_have_quick_plans(tmp_path: Path) -> None:
     library, demand = Library(tmp_path), MODELS[1]
     quick = first_plans_by_size(demand, WORKSPACE, library)
@@ -427,6 +433,7 @@ def latencies(models: list[ModelDemand], memory_bytes: int) -> float:
     return sum(provenance.latency_s for provenance in made if provenance is not None)
 
 
+@pytest.mark.long
 def test_largest_batches_are_left_out_where_their_activations_cost_more_than_batching_gains() -> None:
     others = [replace(m, splits_batches=True) for m in MODELS]
     memory = 140 * PAGE

@@ -3,17 +3,19 @@
 import itertools
 import random
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.ablated import AblatedGenetic, Start, UnrestrictedSpace, Way, drawn_by_softmax, survival
+from benchmarks.planner.ablated import AblatedGenetic, UnrestrictedSpace, Way, drawn_by_softmax, survival
 from cohabit.planner.check import check
 from cohabit.planner.genetic.schedules import (
     Ints,
     Precedence,
+    Run,
     cross_schedules,
     mutate_schedule,
     precedence,
@@ -160,9 +162,7 @@ def test_schedules_stay_schedules(seed: int) -> None:
     cut = rng.randint(0, len(first))
     children = cross_schedules(first, second, cut)
     rates = (0.0, 0.1, 1.0)
-    mutants = [
-        mutate_schedule(o, rule, p, draw, together=t) for o in children for t in (False, True) for p in rates
-    ]
+    mutants = [mutate_schedule(o, rule, p, draw, run) for o in children for run in get_args(Run) for p in rates]
     assert all(is_schedule(o, rule) for o in (np.arange(len(first)), first, second, *children, *mutants))
     assert (mutants[0] == children[0]).all()
     assert (mutants[3] == children[0]).all()
@@ -182,15 +182,33 @@ def test_a_mutation_by_weights_runs_time_steps_of_a_layer_together() -> None:
     )
     rule = precedence(Graph("recurrent", 1, "weights", tuple(tensors), ops, (value[layers - 1, steps - 1],)))
 
-    def fetches(together: bool) -> int:
+    def fetches(run: Run) -> int:
         draw, order, found = np.random.default_rng(0), np.arange(len(ops)), 0
         for _ in range(20):
-            mutant = mutate_schedule(order, rule, 0.1, draw, together=together)
+            mutant = mutate_schedule(order, rule, 0.1, draw, run)
             assert is_schedule(mutant, rule)
             found += int((np.diff(rule.weights[mutant]) != 0).sum())
         return found
 
-    assert fetches(together=True) < 0.7 * fetches(together=False)
+    assert fetches("weights") < 0.7 * fetches("")
+
+
+def test_a_depth_first_mutation_runs_a_branch_to_its_end() -> None:
+    """Twelve chains whose ops alternate: following what became ready last, there are fewer changes between chains."""
+    chains, length = 12, 10
+    tensors = tuple(Tensor(f"h{i}", PAGE, "activation") for i in range(chains * length))
+    ops = tuple(Op(f"op{i}", "cell", (i - chains,) if i >= chains else (), (i,)) for i in range(chains * length))
+    rule = precedence(Graph("chains", 1, "weights", tensors, ops, tuple(range(len(ops) - chains, len(ops)))))
+
+    def changes(run: Run) -> int:
+        draw, found = np.random.default_rng(0), 0
+        for _ in range(20):
+            mutant = mutate_schedule(np.arange(len(ops)), rule, 0.1, draw, run)
+            assert is_schedule(mutant, rule)
+            found += int((np.diff(mutant % chains) != 0).sum())
+        return found
+
+    assert changes("newest") < 0.5 * changes("")
 
 
 def is_schedule(order: Ints, rule: Precedence) -> bool:
@@ -362,15 +380,14 @@ def test_only_the_unrestricted_space_maps_sizes_out_of_order() -> None:
 
 
 def test_a_part_that_is_not_searched_is_the_same_in_all() -> None:
-    def parts(way: Way, start: Start) -> tuple[int, int]:
-        generations = evolve(AblatedGenetic(roomy(), 0, 8, way, start), 2)[1:]
+    def parts(way: Way) -> tuple[int, int]:
+        generations = evolve(AblatedGenetic(roomy(), 0, 8, way), 2)[1:]
         members = [member for generation in generations for member in generation]
         orders = {tuple(m.order.tolist()) for m in members}
         return len(orders), len({(*m.allocation.classes.tolist(), *m.allocation.counts.tolist()) for m in members})
 
-    starts: tuple[Start, ...] = ("seeded", "random")
-    for start in starts:
-        orders, allocations = parts(Way(schedules=False), start)
+    for order in ("random", "torch's"):
+        orders, allocations = parts(Way(order))
         assert orders == 1 < allocations
-        orders, allocations = parts(Way(allocations=False), start)
-        assert allocations == 1 < orders
+    orders, allocations = parts(Way(allocations=False))
+    assert allocations == 1 < orders

@@ -15,6 +15,7 @@ from cohabit.planner.tiling.costs import Exchange, bounds, exchanged, mesh_of, r
 from cohabit.planner.tiling.expressions import UnsupportedExpression
 from cohabit.planner.tiling.graph import TilingGraph
 from cohabit.planner.tiling.search import SEARCHES, TilingPlan, plan_tiling
+from cohabit.planner.tiling.trial import tried
 
 P = 4
 ITEM = 4
@@ -160,6 +161,7 @@ def test_appendix_a_a_clause_costs_two_if_its_literals_differ_and_six_if_they_ar
     assert tiling_of_formula([(1, 1, 1)], 1) == 6
 
 
+@pytest.mark.long
 def test_appendix_a_a_formula_is_satisfiable_if_its_tiling_costs_two_a_clause() -> None:
     rng = np.random.default_rng(0)
     seen = set()
@@ -188,6 +190,7 @@ def random_graph(seed: int, most: float) -> TilingGraph | None:
     return graph if math.prod(len(g.choices) for g in graph.groups) <= most else None
 
 
+@pytest.mark.long
 def test_exact_equals_brute_force_on_random_programs() -> None:
     graphs = (graph for seed in itertools.count() if (graph := random_graph(seed, 1 << 13)))
     for graph in itertools.islice(graphs, 120):
@@ -267,6 +270,11 @@ BUILTINS: list[Callable[[Any, Any], Any]] = [
 """Calls of NumPy that programs may make; tests/runtime executes them."""
 
 
+def added_to(x: np.ndarray) -> np.ndarray:
+    x += 1
+    return x * 2
+
+
 def test_captured_calls_have_numpys_shapes_and_types() -> None:
     assert len(BUILTINS) >= 40
     for number, builtin in enumerate(BUILTINS):
@@ -286,7 +294,13 @@ def test_control_flow_that_depends_on_values_is_refused() -> None:
         (lambda x: np.linalg.svd(x), "np.svd: lazy arrays have ufuncs and"),
         (lambda x: np.add.outer(x, x), "np.add.outer"),
         (lambda x: np.add(x, x, where=x > 0), r"np.add with \['where'\]"),
-        (lambda x: np.sum(x, where=x > 0), "np.sum of .*: "),
+        (
+            lambda x: np.sum(x, where=x > 0),
+            "np.sum of .*: arguments beside the first that are arrays have no tiles",
+        ),
+        (lambda x: np.concatenate([x, x], axis=None), "np.concatenate of .*: name the axis"),
+        (lambda x: np.nan_to_num(x * 1, copy=False), "it changes its arguments"),
+        (lambda x: map_tiles(added_to, x), "it changes its arguments"),
         (lambda x: np.sum(x, out=np.zeros(())), "np.sum of .* with out: lazy arrays cannot be written to"),
         (lambda x: np.cumsum(x), "np.cumsum of .*: name the axis"),
         (lambda x: np.max(x, axis=3), "np.max of .*: AxisError: axis 3 is out of bounds for array of dimension 2"),
@@ -310,6 +324,12 @@ def test_control_flow_that_depends_on_values_is_refused() -> None:
 def test_what_cannot_be_captured_is_refused_by_name(call: Callable[[Any], Any], message: str) -> None:
     with pytest.raises((UnsupportedExpression, AttributeError), match=message):
         call(newarray((4, 4)))
+
+
+def test_the_method_clip_needs_no_second_limit() -> None:
+    x = np.arange(12.0).reshape(3, 4)
+    for lazy, own in ((newarray(x).clip(3), x.clip(3)), (newarray(x).clip(max=5), x.clip(max=5))):
+        assert (tried(lazy.expression) == own).all()
 
 
 def test_a_sum_in_half_precision_is_tried_at_its_own_length() -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from cohabit.runtime.allocations import measuring_allocations
@@ -22,6 +23,7 @@ def test_the_peak_of_a_range_counts_what_was_freed_again() -> None:
     assert 4 << 20 <= peaks["large"] < (4 << 20) + 4096
 
 
+@pytest.mark.long
 def test_measuring_on_another_thread_than_torchs_prints_nothing() -> None:
     """Import's and the engine's threads are others than the one that has loaded torch."""
     program = (

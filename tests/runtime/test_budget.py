@@ -781,6 +781,7 @@ def test_two_loops_share_one_budget() -> None:
     assert expected[0] != expected_losses, "dropout is off here"
 
 
+@pytest.mark.long
 def test_a_thread_that_outlives_the_context_runs_on_with_whole_tensors() -> None:
     """Its ops come while everything is brought back, and after that, under a total that is no longer measured."""
     errors = list[BaseException]()
@@ -855,6 +856,7 @@ def test_a_total_leaves_tensors_what_the_process_does_not_take() -> None:
         assert abs(total_bytes * 15 // 16 - others_bytes - limits.limit_bytes) < 16 << 20
 
 
+@pytest.mark.long
 def test_a_context_that_is_collected_or_entered_again() -> None:
     net, optimizer = made()
     torch.manual_seed(3)
@@ -981,6 +983,7 @@ print(limited_losses == losses, over_kib, eager_over_kib)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "layers", "room_mib"),
     [
@@ -1034,6 +1037,7 @@ def test_a_total_below_what_the_process_takes_is_refused() -> None:
     assert step(net, optimizer, batches()[0]) > 0
 
 
+@pytest.mark.long
 def test_the_package_imports_no_torch_without_a_budget() -> None:
     program = "import sys, cohabit; assert 'torch' not in sys.modules; print(cohabit.budget.__module__)"
     printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout

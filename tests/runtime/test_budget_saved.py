@@ -412,6 +412,7 @@ def tensors_in(state: Any) -> list[torch.Tensor]:
     return [value for values in state.values() for value in values.values() if isinstance(value, torch.Tensor)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("store", ["ram", "file"])
 def test_after_a_step_that_exceeds_the_budget_ops_are_seen_and_hold_it(store: Literal["ram", "file"]) -> None:
     def growing(net: nn.Module, optimizer: torch.optim.Optimizer, limits: Budget | None) -> list[float]:
@@ -495,6 +496,7 @@ def test_a_step_as_long_as_the_one_that_exceeded_the_budget_is_recorded_and_the_
     assert modes == [True, False, False, True, True, False, False, False, False, False]
 
 
+@pytest.mark.long
 def test_steps_of_varying_lengths_leave_the_process_and_its_file_flat(tmp_path: Path) -> None:
     generator = random.Random(0)
     net, optimizer = made(torch.optim.SGD)
@@ -550,6 +552,7 @@ with cohabit.budget("50%", net, optimizer, store="file", folder=sys.argv[1]):
 """
 
 
+@pytest.mark.long
 def test_the_process_shrinks_by_what_leaves_if_the_c_library_maps_tensors(tmp_path: Path) -> None:
     """Measured by the system, not by the budget's count."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}

@@ -117,6 +117,7 @@ def test_a_kernel_that_wants_more_than_any_may_have_is_not_the_measured_one(lowe
         assert 3 * MIB <= scratch < MOST_SCRATCH_BYTES
 
 
+@pytest.mark.long
 def test_a_model_larger_than_the_device_is_measured(wide: Lowered) -> None:
     """Op by op, with the parameters of one at a time; no plan of the test's device holds half of the weights."""
     graph = wide.graphs[Bucket(1)]
@@ -127,6 +128,7 @@ def test_a_model_larger_than_the_device_is_measured(wide: Lowered) -> None:
     assert measure.resident(sized.graphs[Bucket(1)]).memory.nbytes > driver.memory().total_bytes
 
 
+@pytest.mark.long
 def test_a_layer_plan_has_one_op_s_parameters_in_memory(wide: Lowered) -> None:
     graph = wide.graphs[Bucket(1)]
     plan = measure._layer_plan(graph, 1 << 40)
@@ -201,6 +203,7 @@ def test_a_store_that_is_staged_in_one_process_and_pinned_in_another_is_measured
         assert profile.swap_in != pinned[bucket].swap_in
 
 
+@pytest.mark.long
 def test_a_measurement_is_kept_and_belongs_to_its_device(lowered: Lowered, tmp_path: Path) -> None:
     first = measured(CudaBackend(FakeDriver()), lowered, tmp_path)
     driver = FakeDriver()

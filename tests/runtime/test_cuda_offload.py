@@ -96,6 +96,7 @@ def streaming_too(graph: Graph) -> Plan:
 PLANS: dict[str, Callable[[Graph], Plan]] = {"travelling": offloading_plan, "streaming too": streaming_too}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [fake_cuda, fake_streams, fake_staged])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_order_of_the_streams_gives_the_resident_run_s_bits(

@@ -101,6 +101,7 @@ def wrong_runs(bench: Bench, plan: Plan, expected: torch.Tensor, count: int = 3)
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [fake_cuda, fake_streams, fake_staged])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_order_of_the_streams_gives_eager_pytorch_s_bits(

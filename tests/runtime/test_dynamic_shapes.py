@@ -263,6 +263,7 @@ def backend_and_packed(request: pytest.FixtureRequest) -> Iterator[tuple[Backend
     backend.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_every_size_equals_eager_and_has_the_same_bits_at_every_budget(
     name: str, backend_and_packed: tuple[Backend, bool], lowered_cases: Callable[[str, bool], Lowered]
@@ -355,6 +356,7 @@ def test_offloaded_activations_come_back_at_every_size(lowered_cases: Callable[[
         backend.close()
 
 
+@pytest.mark.long
 def test_buckets_are_powers_of_two_up_to_the_largest_size(tmp_path: Path) -> None:
     lowered = lower(exported("encoder", tmp_path / "model.pt2"), "encoder", [2], tmp_path / "cache")
     assert lowered.buckets == tuple(Bucket(2, (size,)) for size in (1, 16, 32, 64))
@@ -368,6 +370,7 @@ def test_buckets_are_powers_of_two_up_to_the_largest_size(tmp_path: Path) -> Non
     assert again.graphs == lowered.graphs
 
 
+@pytest.mark.long
 def test_derived_sizes_are_known_for_every_size(lowered_cases: Callable[[str, bool], Lowered]) -> None:
     lowered = lowered_cases("derived", False)
     for length in (3, 7, 16):
@@ -438,6 +441,7 @@ class Framed(nn.Module):
         return self.recurrent(self.frames(x[:, None]).mT)[0]
 
 
+@pytest.mark.long
 def test_an_export_that_fixes_a_dynamic_size_is_refused_with_the_condition(tmp_path: Path) -> None:
     dims = {0: BATCH, 1: 4 * Dim("frames", min=2, max=64)}
     program = torch.export.export(Framed(), (), kwargs={"x": torch.randn(3, 80)}, dynamic_shapes={"x": dims})
@@ -521,6 +525,7 @@ _OPS: list[Callable[[Layered, torch.Tensor], torch.Tensor]] = [
 ]
 
 
+@pytest.mark.long
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     ops=st.lists(st.integers(0, len(_OPS) - 1), min_size=1, max_size=6),

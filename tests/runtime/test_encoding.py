@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -60,21 +60,29 @@ class Encoder(nn.Module):
 EXAMPLES = {"tokens": torch.zeros(3, 12, dtype=torch.int64)}
 
 
-def born_in(kind: str) -> nn.Module:
-    """A model whose weights were numbers of 16 bits once."""
-    torch.manual_seed(0)
-    return Encoder().eval().to(getattr(torch, kind)).float()
+@pytest.fixture(scope="module")
+def born_in(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Archives of a model whose weights were numbers of that type once."""
+    folder = tmp_path_factory.mktemp("encoders")
+
+    @cache
+    def archive(kind: str) -> Path:
+        torch.manual_seed(0)
+        models.export(Encoder().to(getattr(torch, kind)).float(), EXAMPLES, folder / kind / "model.pt2")
+        return folder / kind / "model.pt2"
+
+    return archive
 
 
 def lowered_model(
-    model: nn.Module, folder: Path, *, weights: Weights = "float32", packed: bool = True, exact: bool = True
+    archive: Path, folder: Path, *, weights: Weights = "float32", packed: bool = True, exact: bool = True
 ) -> Lowered:
     options = Options(packed=packed, weights=weights)
     with pytest.MonkeyPatch.context() as patch:
         if not exact:
             patch.setattr(lowering, "exact_codecs", lambda weights: {})
             patch.setattr(lowering, "shorten_tables", lambda model: None)
-        return models.lowered(model, EXAMPLES, folder, "encoder", [1, 2], options=options)
+        return lower(archive, "encoder", [1, 2], folder, options=options)
 
 
 class Pixels(nn.Module):
@@ -93,6 +101,7 @@ class Pixels(nn.Module):
         return self.head(self.point(torch.relu(x)).mean((2, 3)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "examples"),
     [(Encoder, EXAMPLES), (Pixels, {"x": torch.randn(3, 3, 17, 17)})],
@@ -102,10 +111,11 @@ def test_8_bits_round_alike_whatever_batches_are_planned(
     model: Callable[[], nn.Module], examples: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    made, options = model().eval(), Options(packed=True, weights="int8")
+    archive, options = tmp_path / "model.pt2", Options(packed=True, weights="int8")
+    models.export(model(), examples, archive)
     planned = ([1], [2, 5], [64])
     files = {
-        models.lowered(made, examples, tmp_path / str(n), "model", batches, options=options).manifest.fingerprint
+        lower(archive, "model", batches, tmp_path / str(n), options=options).manifest.fingerprint
         for n, batches in enumerate(planned)
     }
     assert len(files) == 1
@@ -130,14 +140,15 @@ def answers(lowered: Lowered, make: Callable[[], Backend] = cpu) -> list[torch.T
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [cpu, fake_cuda, fake_staged])
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_weights_born_in_16_bits_are_stored_so_with_the_bits_of_plain_storage(
-    kind: str, make: Callable[[], Backend], tmp_path: Path
+    kind: str, make: Callable[[], Backend], born_in: Callable[[str], Path]
 ) -> None:
-    model, packed = born_in(kind), make is cpu
-    half = lowered_model(model, tmp_path / "half", packed=packed)
-    plain = lowered_model(model, tmp_path / "plain", packed=packed, exact=False)
+    archive, packed = born_in(kind), make is cpu
+    half = lowered_model(archive, archive.parent / "half", packed=packed)
+    plain = lowered_model(archive, archive.parent / "plain", packed=packed, exact=False)
     assert half.manifest.file_bytes < 0.53 * plain.manifest.file_bytes
     assert half.encoding is None, "nothing is rounded"
     assert half.weight_bytes == pytest.approx(plain.manifest.file_bytes, abs=8192)
@@ -147,21 +158,22 @@ def test_weights_born_in_16_bits_are_stored_so_with_the_bits_of_plain_storage(
         assert torch.equal(answer, expected)
 
 
-def test_weights_that_need_32_bits_stay_as_they_are(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    lowered = lowered_model(Encoder().eval(), tmp_path)
+@pytest.mark.long
+def test_weights_that_need_32_bits_stay_as_they_are(born_in: Callable[[str], Path]) -> None:
+    archive = born_in("float32")
+    lowered = lowered_model(archive, archive.parent)
     assert not any(segment.is_encoded for segment in lowered.manifest.segments)
     assert {tensor.codec for graph in lowered.graphs.values() for tensor in graph.tensors} == {UNSET}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("weights", "least"), [("bfloat16", 0.99999), ("int8", 0.9999)])
 def test_lossy_weights_answer_alike_at_every_budget_and_close_to_exact_ones(
-    weights: Weights, least: float, tmp_path: Path
+    weights: Weights, least: float, born_in: Callable[[str], Path]
 ) -> None:
-    torch.manual_seed(0)
-    model = Encoder().eval()
-    lossy = lowered_model(model, tmp_path / "lossy", weights=weights)
-    exact, (first, *others) = answers(lowered_model(model, tmp_path / "exact")), answers(lossy)
+    archive = born_in("float32")
+    lossy = lowered_model(archive, archive.parent, weights=weights)
+    exact, (first, *others) = answers(lowered_model(archive, archive.parent)), answers(lossy)
     assert all(torch.equal(first, other) for other in others)
     assert not torch.equal(first, exact[0])
     assert cosine(first.double(), exact[0].double()) > least
@@ -324,7 +336,10 @@ def test_a_table_with_nan_keeps_it_where_8_bits_are_asked_for(tmp_path: Path) ->
         assert all(bool(output.isnan().all()) for output in found)
 
 
-def test_a_damaged_encoded_file_is_found_at_the_start_and_in_a_verified_read(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_damaged_encoded_file_is_found_at_the_start_and_in_a_verified_read(
+    born_in: Callable[[str], Path], tmp_path: Path
+) -> None:
     lowered = lowered_model(born_in("bfloat16"), tmp_path)
     backend = CpuBackend(verify_reads=True)
     store = backend.open_store("file", lowered.weights_path, lowered.manifest)
@@ -341,8 +356,10 @@ def test_a_damaged_encoded_file_is_found_at_the_start_and_in_a_verified_read(tmp
         bench.program(resident_plan(bench.graph), store)
 
 
-def test_plans_know_the_time_of_a_copy_with_its_codec(tmp_path: Path) -> None:
-    lowered = lowered_model(born_in("bfloat16"), tmp_path)
+@pytest.mark.long
+def test_plans_know_the_time_of_a_copy_with_its_codec(born_in: Callable[[str], Path], tmp_path: Path) -> None:
+    archive = born_in("bfloat16")
+    lowered = lowered_model(archive, archive.parent / "half")
     backend = CpuBackend(100e6)
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     profile = backend.measure(lowered, store, tmp_path / "profiles", lambda text: None)[1][Bucket(2)]

@@ -202,6 +202,7 @@ CASES: dict[str, Forward] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_program_that_changes_what_it_reads_equals_eager(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -263,6 +264,7 @@ def activated(m: Parts, x: torch.Tensor) -> torch.Tensor:
     return functional.hardtanh_(y).mul_(2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("forward", "ops", "values"), [(masked, 6, 2), (activated, 6, 2)])
 def test_a_program_that_works_in_place_keeps_its_ops_and_its_memory(
     forward: Forward, ops: int, values: int, tmp_path: Path

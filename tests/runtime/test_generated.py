@@ -20,6 +20,7 @@ def equals_eager(steps: list[Step], dynamic: bool, packed: bool) -> None:
     assert found == []
 
 
+@pytest.mark.long
 @pytest.mark.skipif(packing.unavailable() is not None, reason=str(packing.unavailable()))
 @pytest.mark.parametrize("examples", [4, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_program_at_random_equals_eager_at_every_budget(examples: int, monkeypatch: pytest.MonkeyPatch) -> None:

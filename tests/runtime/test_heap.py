@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _PAGES_TAKEN = """
 import ctypes, resource
 from cohabit.runtime.heap import keep_freed_memory
@@ -60,6 +62,7 @@ print(min(after - before for before, after in zip(faults, faults[1:])))
 """
 
 
+@pytest.mark.long
 def test_an_inference_finds_the_pages_of_the_one_before_it(tmp_path: Path) -> None:
     """Its activations of 40 MiB are larger than any that the C library keeps unasked."""
     command = [sys.executable, "-c", _FAULTS_OF_AN_INFERENCE, str(tmp_path)]

@@ -78,6 +78,7 @@ def test_every_construct_equals_eager_at_two_batches_and_is_read_back_as_it_was_
     assert again.graphs == lowered.graphs
 
 
+@pytest.mark.long
 def test_outputs_are_named_by_the_structure_that_the_model_returns(constructs: models.Constructs) -> None:
     names = {case: [p.name for p in constructs[case].outputs] for case in ("wide", "tied", "attention", "lstm")}
     assert names == {
@@ -199,6 +200,7 @@ def test_experts_and_integer_weights_are_computed_in_parts(name: str, constructs
     assert max(made) < graph.weight_bytes, "floats of a whole weight would be twice as much"
 
 
+@pytest.mark.long
 def test_each_direction_of_a_recurrent_layer_is_an_op(tmp_path: Path) -> None:
     model = models.Recurrent("GRU", True)
     model.rnn = torch.nn.GRU(64, 96, 3, batch_first=True, bidirectional=True)
@@ -220,6 +222,7 @@ def test_elementwise_ops_overwrite_operands_that_die(constructs: models.Construc
     assert "sigmoid_.default" in targets
 
 
+@pytest.mark.long
 def test_in_place_ops_are_marked_with_what_they_change(constructs: models.Constructs) -> None:
     graph = constructs["in_place"].graphs[Bucket(2)]
     changed = {op.target: [graph.tensors[i].kind for i in op.mutates] for op in graph.ops if op.mutates}
@@ -266,6 +269,7 @@ def test_kernel_scratch_is_part_of_an_op_s_memory(constructs: models.Constructs)
     assert scratch["aten.relu_.default"] == 0
 
 
+@pytest.mark.long
 def test_a_relu_behind_the_model_s_own_sum_makes_no_bytes(constructs: models.Constructs) -> None:
     graph = constructs["own_sums"].graphs[Bucket(2)]
     targets = [op.target for op in graph.ops]

@@ -308,6 +308,7 @@ class RotaryDecoder(nn.Module):
         return y + k.flatten(1).sum(1)[:, None, None] if self.other_reader else y
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("biases", [False, True])
 def test_a_decoder_s_layer_has_one_projection_and_rotates_pairs(
     biases: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

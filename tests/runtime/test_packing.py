@@ -211,6 +211,7 @@ class Bottleneck(torch.nn.Module):
         return torch.relu(self.wide(torch.relu(self.narrow(x))) + self.short(x))
 
 
+@pytest.mark.long
 def test_no_call_reorders_a_weight(tmp_path: Path) -> None:
     for name, net, size in (("net", Net(), 16), ("bottleneck", Bottleneck(), 14)):
         models.export(net, {"x": torch.zeros(3, 3, size, size)}, tmp_path / name / "model.pt2")

@@ -54,6 +54,7 @@ def _verdicts(count: int) -> tuple[int, int]:
     return exported, independent
 
 
+@pytest.mark.long
 def test_no_row_of_a_generated_program_shown_independent_depends_on_a_neighbour() -> None:
     exported, independent = _verdicts(20)
     assert exported == 20

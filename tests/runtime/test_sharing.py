@@ -117,6 +117,7 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return made
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_bits_of_the_resident_run(
     backend: Backend, layout: str, lowered: list[Lowered]
@@ -130,6 +131,7 @@ def test_every_layout_gives_the_bits_of_the_resident_run(
         shared.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_foreseen_rightly_or_wrongly_changes_no_answer(
     backend: Backend, layout: str, lowered: list[Lowered]

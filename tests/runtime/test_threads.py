@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -49,6 +50,7 @@ class Product(nn.Module):
         return torch.bmm(x, x) * self.scale
 
 
+@pytest.mark.long
 def test_a_thread_that_computes_forks_no_others(tmp_path: Path) -> None:
     models.export(Product(), {"x": torch.zeros(3, 512, 512)}, tmp_path / "model.pt2")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

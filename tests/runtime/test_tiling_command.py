@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from cohabit.planner.tiling import LazyArray, newarray
 from cohabit.server.cli import main
 
 pytestmark = pytest.mark.process
@@ -39,6 +40,17 @@ def test_a_program_that_cannot_be_tiled_is_refused(
 ) -> None:
     assert main(["tile", program]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_program_without_data_is_planned_and_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+    program = f"{__file__}:planned_only"
+    assert main(["tile", program, "--workers", "2"]) == 0
+    assert main(["tile", program, "--workers", "2", "--run"]) == 2
+    assert "array ratings has a shape and no data" in capsys.readouterr().err
+
+
+def planned_only() -> LazyArray:
+    return newarray((64, 8), name="ratings") * 2
 
 
 def nothing() -> int:

@@ -247,6 +247,7 @@ def check(seeds: range, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 3300), marks=pytest.mark.slow)], ids=str)
 def test_drawn_calls_give_what_numpy_gives_or_are_refused_when_recorded(
     seeds: range, monkeypatch: pytest.MonkeyPatch

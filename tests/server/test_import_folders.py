@@ -95,7 +95,8 @@ def test_embeddings_are_those_of_sentence_transformers_or_none(
         assert note.startswith(f"it has no /v1/embeddings, which would differ from sentence-transformers: {found}")
         assert (subject.tokenizer, subject.pooling) == (None, None)
     else:
-        assert (subject.tokenizer, subject.pooling) == (Path("bert/tokenizer.json"), found)
+        assert subject.tokenizer is not None
+        assert subject.pooling == found
 
 
 def save(folder: str, architecture: str, **sizes: Any) -> None:

@@ -119,6 +119,7 @@ def test_no_byte_is_drawn_twice_at_a_time(seed: int) -> None:
     assert shown.peak_bytes <= shown.memory_bytes
 
 
+@pytest.mark.long
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seeds)
 def test_stalls_and_copies_add_up(seed: int) -> None:

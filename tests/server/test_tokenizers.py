@@ -1,14 +1,17 @@
 """Texts of token streams: all pieces together equal transformers' decoding, and tokens have names and bytes."""
 
+import json
 import random
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
+from cohabit.server.importing.folder_tokenizer import entry_tokenizer
 
 SPECIAL = ["<|end|>", "<|start|>"]
 SENTENCES = [
@@ -126,6 +129,7 @@ def test_streamed_pieces_equal_transformers_decoding(kind: str) -> None:
         assert streamed(loaded, [], tokens) == whole.decode(tokens, skip_special_tokens=True), (seed, tokens)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["wordpiece", "unigram", "word_level"])
 def test_streamed_pieces_are_cleaned_up_as_transformers_does(kind: str) -> None:
     loaded, whole = both(kind, cleans_up=True)
@@ -189,3 +193,20 @@ def test_tokens_have_different_names() -> None:
     names = [loaded.name(token) for token in range(loaded.tokenizer.get_vocab_size() + 1)]
     assert {" the", "the", " ", "bytes:\\xf0", "<|end|>", "A"} <= set(names)
     assert names[-1] == f"token_id:{len(names) - 1}"
+
+
+def test_an_entrys_tokenizer_has_what_transformers_adds_to_the_file(tmp_path: Path) -> None:
+    """Special tokens that only tokenizer_config.json names are one token in both; the file alone splits them."""
+    names = ["<unk>", "<s>", "</s>", *"abcdefghijklmnopqrstuvwxyz<>/s"]
+    vocabulary = {name: n for n, name in enumerate(dict.fromkeys(names))}
+    Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    document, notes = entry_tokenizer(tmp_path)
+    assert document is not None
+    assert notes == ()
+    served, own = Tokenizer.from_str(document.decode()), AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("<s>fox</s>", "</s>", "a<s>", "fox"):
+        assert served.encode(text).ids == own(text)["input_ids"]
+    alone = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert len(alone.encode("</s>").ids) > len(served.encode("</s>").ids) == 1

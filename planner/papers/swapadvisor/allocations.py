@@ -34,8 +34,10 @@ class AllocationSpace:
 
     def least(self, classes: Ints) -> Ints:
         """Return the objects of each class that some op needs at once: with fewer, no plan exists."""
-        by_class = self.sizes.at_once @ np.eye(classes.max())[classes - 1]
-        least: Ints = by_class.max(axis=0).astype(np.int64)
+        order = np.argsort(classes, kind="stable")
+        first = np.searchsorted(classes[order], np.arange(1, classes.max() + 1))
+        by_class = np.add.reduceat(self.sizes.at_once[:, order], first, axis=1)
+        least: Ints = by_class.max(axis=0)
         return least
 
     def most(self, classes: Ints) -> Ints:

@@ -6,9 +6,8 @@ for its bytes as well; that is seldom later."""
 
 import numpy as np
 
-from cohabit.planner.arrays import Ints
+from cohabit.planner.arrays import GraphArrays, Ints
 from cohabit.planner.compiled import compiled
-from cohabit.planner.graph import Graph
 from cohabit.planner.papers.swapadvisor.pool_state import GONE, IN, OUT, RESULT, RUN, SCRATCH, SwapLog
 from cohabit.planner.papers.swapadvisor.pool_swaps import plan_swaps
 from cohabit.planner.papers.swapadvisor.pools import MemoryPool, OpUses
@@ -32,7 +31,7 @@ def schedule_of_pool(
     if not fits:
         return None
     verb, what, after = _rows(uses, log)
-    residents = _residents(problem.graph, start)
+    residents = _residents(problem.arrays, start)
     resident_at, offset = np.full(len(residents), NOTHING), np.full(len(verb), NOTHING)
     schedule = with_waits(
         problem.arrays, verb, what, offset, after, residents, resident_at, problem.memory.workspace_bytes
@@ -105,14 +104,10 @@ def _object_waits(uses: OpUses, log: SwapLog, start: Ints, objects: int, rows: i
     return wait
 
 
-def _residents(graph: Graph, start: Ints) -> Ints:
-    """Return the weights in memory at the start. Empty ones always are."""
-    used = {t for op in graph.ops for t in op.reads} | set(graph.outputs)
-    return np.array(
-        [
-            t
-            for t, tensor in enumerate(graph.tensors)
-            if tensor.is_weight and (start[t] >= 0 or (not tensor.nbytes and t in used))
-        ],
-        np.int64,
-    )
+def _residents(arrays: GraphArrays, start: Ints) -> Ints:
+    """Return the weights in memory at the start. Empty ones always are, if they are used."""
+    used = np.zeros(len(start), np.bool_)
+    used[arrays.read], used[arrays.outputs] = True, True
+    empty = (arrays.copied_bytes == 0) & used
+    residents: Ints = np.flatnonzero(arrays.is_weight & ((start >= 0) | empty)).astype(np.int64)
+    return residents

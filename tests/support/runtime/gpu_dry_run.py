@@ -15,14 +15,13 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from benchmarks.gpu import cold, common, copies, figure8, memory, resnet, run, steps, table2, training
+from benchmarks.gpu import cold, common, copies, figure8, resnet, run, steps, table2, training
 from benchmarks.training_nets import TINY
 
 CELLS = {
     copies.STEP: copies.DIRECTIONS[0],
     table2.STEP: "as served, batch 1",
     figure8.STEP: "partitioned in int8, memory 90%",
-    memory.STEP: "200%",
     cold.STEP: cold.OURS,
     training.STEP: f"{training.BUDGET} of wide_resnet",
 }
@@ -76,7 +75,6 @@ def _one_cell(step: steps.Step) -> int:  # type: ignore[type-arg]
     resnet.BLOCKS, resnet.WIDTH, resnet.INPUT = (1, 1, 1, 1), 32, (3, 32, 32)
     table2.BUDGETS_MB = {1: (8,)}
     figure8.MODELS, figure8.LOADS, figure8.POINT_S = 4, (0.2,), 0.2
-    memory.INFERENCES, memory.SHARES = 100, (2.0,)
     common.PLAN_S = 0.2
     training.NETS_OF_A_GPU = TINY
     with TemporaryDirectory() as folder:
