@@ -25,7 +25,6 @@ from cohabit.runtime.lowering.encoding.choice import Encoding, encode_lossy, exa
 from cohabit.runtime.lowering.interaction import find_interaction, tolerance_of
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.rewrite import RewriteFailed, rewrite
-from cohabit.runtime.lowering.rows.proof import find_mixing
 from cohabit.runtime.lowering.trace import Trace, build_graph, covering, run_model, trace_model
 from cohabit.runtime.lowering.validation import LeftOut, Reference, Sample, Validation, samples_of, validated
 from cohabit.runtime.lowering.weights import Manifest
@@ -283,6 +282,9 @@ def _rewritten(
     buckets = _buckets(model, entry.batches, entry.shape_buckets)
     shapes = [_symbols(model, bucket) for bucket in _packed_for(model, entry.options, buckets)]
     if model.max_batch is not None:
+        # It imports sympy, whose 32 MiB a server of a bundle does not need.
+        from cohabit.runtime.lowering.rows.proof import find_mixing
+
         model.mixing = find_mixing(model, _followed_sizes(model, buckets))
     applied = rewrite(model, entry.options, shapes, left_out)
     if entry.options.weights == "float32":

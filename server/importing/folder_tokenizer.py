@@ -4,6 +4,7 @@ transformers completes `tokenizer.json` from the folder's other files: special t
 names, or lower case. The entry's file has all of this.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from cohabit.server.importing.subject import reason_of
 from cohabit.server.ipc.model import TOKENIZER
 
+_CONFIG = "tokenizer_config.json"
 _SAMPLES = ("Hello, World!", " a  b\n\tc ", "naïve Ünïcode 東京 😀", "3.14 <b>x</b> it's")
 
 
@@ -21,6 +23,9 @@ class FolderTokenizer:
         import transformers
 
         self._path = folder / TOKENIZER
+        self._completes = (folder / _CONFIG).is_file()
+        """Whether another file completes it. If not, transformers adds tokens by the model's class, which the model
+        need not have."""
         self.unread: str | None = None
         """Why transformers cannot read it."""
         self.own: Any = None
@@ -40,22 +45,32 @@ class FolderTokenizer:
     def document(self) -> bytes:
         """The contents of `tokenizer.json` for the entry."""
         backend = getattr(self.own, "backend_tokenizer", None)
-        return self._path.read_bytes() if backend is None else backend.to_str().encode()
+        if backend is None or not self._completes:
+            return self._path.read_bytes()
+        return bytes(backend.to_str().encode())
 
     @property
     def differs(self) -> str | None:
         """A text that the server would split into other tokens than transformers; None if none is known."""
         from tokenizers import Tokenizer
 
-        if self.own is None:
+        if self.own is None or not self._completes:
             return None
         served = Tokenizer.from_str(self.document.decode())
         served.no_padding()
         served.no_truncation()
         special = [str(token) for token in self.own.all_special_tokens]
         for text in [*_SAMPLES, *special, "a".join(special)]:
-            if served.encode(text).ids != list(self.own(text)["input_ids"]):
+            if _ids(lambda t: served.encode(t).ids, text) != _ids(lambda t: self.own(t)["input_ids"], text):
                 return text
+        return None
+
+
+def _ids(split: Callable[[str], Sequence[int]], text: str) -> list[int] | None:
+    """Return the tokens of a text; None if there are none for a part of it, nor one for what is unknown."""
+    try:
+        return list(split(text))
+    except Exception:  # the library raises no other class
         return None
 
 

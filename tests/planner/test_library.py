@@ -187,6 +187,7 @@ def test_first_files_may_be_decoded_in_several_threads_at_once(tmp_path: Path) -
 AT_DECODE_TIME = {
     "server/config/config.py": "the settings, before there are threads",
     "server/config/bundle.py": "a bundle's manifest, before there are threads",
+    "runtime/training/planning/background.py": "a search's request, in a process of one thread",
     "server/protocol/json_body.py": "types whose decoders http/codec.py makes, and those of the event loop alone",
     "server/http/completions.py": "plain types, for which msgspec caches nothing",
     "server/http/generate.py": "plain types, for which msgspec caches nothing",

@@ -16,6 +16,7 @@ from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Link
 from cohabit.planner.schedule.gaps import Choice, Gaps
 from cohabit.planner.search.driver import search as search_here
+from cohabit.runtime.training import budget
 from cohabit.runtime.training.budget import Budget
 from cohabit.runtime.training.planning import planned
 from cohabit.runtime.training.planning.background import SearchRequest
@@ -32,6 +33,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have compiled something, after which no step runs under the mode."""
+    monkeypatch.setattr(budget, "has_compiled", lambda: False)
 
 
 class SearchHere:
@@ -91,6 +98,7 @@ class Unrolled(nn.Module):
         state = x
         for _ in range(x.shape[0] // 32):
             state = self.cell(x, state)
+        assert isinstance(state, torch.Tensor)
         return state
 
 

@@ -1,4 +1,4 @@
-"""Help is shown without loading what only work needs."""
+"""Commands load only what their work needs."""
 
 import subprocess
 import sys
@@ -23,3 +23,14 @@ except SystemExit as stop:
 sys.exit(bool({unwanted} & set(sys.modules)))
 """
     assert subprocess.run([sys.executable, "-c", script], check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_placing_models_needs_nothing_that_only_lowering_does() -> None:
+    """A server of a bundle lowers nothing, and has no memory for it: sympy alone takes 32 MiB."""
+    unwanted = {"sympy", "numba", "scipy", "torch._dynamo"}
+    script = f"""
+import sys
+import cohabit.server.deploy.place, cohabit.runtime.cpu.backend
+sys.exit(bool({unwanted} & set(sys.modules)))
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
