@@ -1,13 +1,13 @@
 """Training loops under `cohabit.budget` over a slow disk: searched plans against first saved, first out.
 
 One loop per net, share and disk records its step. Searchers plan it, each in a process of its own, as `search=` has it.
-Then the loop follows the plans in turns, two steps each, of which the second is measured, and an eager loop makes the
-same steps after it. A checkpointed loop makes one step per round. The disk is a file whose copies take as long as one
+Then the loop follows the plans in turns of two steps, whose second is measured, and an eager loop makes the same steps
+after it. A checkpointed loop makes one step per round. The disk is a file whose copies take as long as one
 of the given speed would need, in both directions together.
 """
 
 import gc
-import json
+import itertools
 import math
 import statistics
 import sys
@@ -245,38 +245,30 @@ def planned(planner: StepPlanner, searcher: str) -> Advice:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0 if all losses are eager's."""
-    parser = parser_of("benchmarks.budget_searched", __doc__)
+    parser = parser_of("benchmarks.budget_searched", __doc__, has_folder=False)
     parser.add_argument("--nets", nargs="+", choices=tuple(NETS), default=list(NETS), help="(default: all)")
     parser.add_argument("--shares", nargs="+", default=["60%", "40%"], help="(default: %(default)s)")
     parser.add_argument(
         "--disks", nargs="+", type=float, default=[100.0, 400.0], help="MB/s (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="start no cell after so many")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    path = options.folder / "budget-searched.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cells: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    end_s = time.monotonic() + 60 * options.minutes
-    keys = [(disk, net, share) for disk in options.disks for share in options.shares for net in options.nets]
-    for disk, net, share in keys:
-        key = key_of(disk, net, share)
-        if key not in cells and time.monotonic() < end_s:
-            cells[key] = measured(net, share, disk, options.rounds)
-            path.write_text(json.dumps(cells, indent=1))
-            print(key, cells[key], flush=True)
-    known = {key: cells[key_of(*key)] for key in keys if "same" in cells.get(key_of(*key), {})}
+    is_same = True
     sections = [ABOUT.format(rounds=options.rounds)]
     for disk in options.disks:
-        of_disk = {(net, share): cell for (found, net, share), cell in known.items() if found == disk}
-        sections += sections_of(disk, of_disk) if of_disk else []
+        cells = dict[tuple[str, str], Mapping[str, Any]]()
+        for share, net in itertools.product(options.shares, options.nets):
+            cell = measured(net, share, disk, options.rounds)
+            print(f"{disk:g} MB/s, {net}, {share}: {cell}", flush=True)
+            if "same" in cell:
+                cells[net, share] = cell
+                is_same &= cell["same"]
+            else:
+                sections.append(f"{net} in {share}: not planned, since {cell['none']}.\n")
+        sections += sections_of(disk, cells)
     publish(options, "Searched plans of a training step over a slow disk", sections)
-    return 0 if all(cell["same"] for cell in known.values()) else 1
-
-
-def key_of(disk: float, net: str, share: str) -> str:
-    return f"{net} {share} {disk:g}"
+    return 0 if is_same else 1
 
 
 def sections_of(disk: float, cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[str]:

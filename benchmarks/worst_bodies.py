@@ -89,7 +89,7 @@ def bodies() -> dict[str, tuple[str, Callable[[], bytes]]]:
         "infer: each number in an array": (_INFER, lambda: array(b"[" + b",".join([b"[1]"] * VALUES) + b"]")),
         "infer: empty arrays": (_INFER, lambda: array(fill(b"[]"))),
         "infer: NaN": (_INFER, lambda: array(b",".join([b"NaN"] * VALUES))),
-        "infer: NaN and what is no JSON": (_INFER, lambda: array(fill(b"NaN"), b",")),
+        "infer: NaN and invalid JSON": (_INFER, lambda: array(fill(b"NaN"), b",")),
         "infer: arrays that no one reads": (_INFER, lambda: array(b"1", b',"own":[%b]' % fill(b"[]"))),
         "infer: an escaped key": (
             _INFER,

@@ -15,8 +15,17 @@ from cohabit.runtime.errors import UnsupportedModel
 from cohabit.server.importing.subject import Tensors, with_signature
 
 _CONSTANTS = (
-    *(int, float, complex, str, bytes, type(None), enum.Enum),
-    *(torch.Size, torch.dtype, torch.device, torch.layout),
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    enum.Enum,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
 )
 """Types of constants: they are compared by value."""
 _RULE = (

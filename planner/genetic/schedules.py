@@ -81,8 +81,8 @@ def mutate_schedule(
     count = len(order)
     random, pick = rng.random(count) < probability, rng.random(count)
     lengths = rng.geometric(1 / RUN, count) if run else np.zeros(count, np.int64)
-    drawn = random, pick, lengths, run == "newest"
-    return _mutate(order, rule.start, rule.after, rule.before, rule.weights, *drawn)
+    newest = run == "newest"
+    return _mutate(order, rule.start, rule.after, rule.before, rule.weights, random, pick, lengths, newest)
 
 
 def random_schedule(rule: Precedence, rng: np.random.Generator) -> Ints:

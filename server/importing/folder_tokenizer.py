@@ -74,12 +74,11 @@ def _ids(split: Callable[[str], Sequence[int]], text: str) -> list[int] | None:
         return None
 
 
-def entry_tokenizer(folder: Path) -> tuple[bytes | None, tuple[str, ...]]:
+def entry_tokenizer(read: FolderTokenizer | None) -> tuple[bytes | None, tuple[str, ...]]:
     """Return the contents of an entry's tokenizer file; None without one, or if texts would be split differently.
 
     The second result are notes about it for the user.
     """
-    read = FolderTokenizer.of(folder)
     if read is None:
         return None, ()
     text = read.differs

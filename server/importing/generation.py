@@ -162,8 +162,9 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
 
     # Buckets for the past grow by a constant factor, up to the context.
     pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
-    document, said = _checked(folder, _document(folder, model))
-    tokenizer, unlike = entry_tokenizer(folder)
+    read = FolderTokenizer.of(folder)
+    document, said = _checked(read, _document(folder, model))
+    tokenizer, unlike = entry_tokenizer(read)
     return Subject(
         step,
         inputs,
@@ -306,12 +307,11 @@ def _tokens(found: Sequence[Any]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(token) for token in found if token is not None))
 
 
-def _checked(folder: Path, document: LanguageDocument) -> tuple[LanguageDocument, tuple[str, ...]]:
+def _checked(read: FolderTokenizer | None, document: LanguageDocument) -> tuple[LanguageDocument, tuple[str, ...]]:
     """Compare renderings of conversations with transformers' own.
 
     Returns the document, without a chat template that is rendered differently, and notes about why there are no chats.
     """
-    read = FolderTokenizer.of(folder)
     if read is not None and read.unread is not None:
         return document, (f"it has no chats: transformers cannot read its tokenizer ({read.unread})",)
     if read is None or document.chat_template is None:

@@ -17,7 +17,7 @@ from torch import nn
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput, largest_size
 from cohabit.server.importing.folder_files import read_object, require_own_files, require_possible
-from cohabit.server.importing.folder_tokenizer import entry_tokenizer
+from cohabit.server.importing.folder_tokenizer import FolderTokenizer, entry_tokenizer
 from cohabit.server.importing.generation import generating, is_causal
 from cohabit.server.importing.huggingface_inputs import (
     ANY_LENGTH,
@@ -127,7 +127,7 @@ def from_folder(
     try:
         pooling = _pooling(folder)
         if TOKENS in names:
-            tokenizer, unlike = entry_tokenizer(folder)
+            tokenizer, unlike = entry_tokenizer(FolderTokenizer.of(folder))
             notes.extend(unlike)
     except ImportFailed as error:
         notes.append(f"it has no /v1/embeddings, which would differ from sentence-transformers: {error}")

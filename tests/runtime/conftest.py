@@ -17,7 +17,7 @@ def constructs(run_folder: Path) -> models.Constructs:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Where a fake device executes: torch's threads would only be in one another's way."""
+    """For tests that run small ops: torch's threads would only be in one another's way."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

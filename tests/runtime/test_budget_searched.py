@@ -1,7 +1,7 @@
 """`cohabit.budget` with a searcher: its plan of the recorded step says what leaves, and when copies begin."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,15 +24,9 @@ from cohabit.runtime.training.planning.step_graph import StepUpdate, step_proble
 from cohabit.runtime.training.record import Event, ObservedStep, RecordedStep
 from cohabit.runtime.training.saved import SavedTensors
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 WIDTH, ROWS, STEPS = 128, 256, 7
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

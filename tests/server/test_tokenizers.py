@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
-from cohabit.server.importing.folder_tokenizer import entry_tokenizer
+from cohabit.server.importing.folder_tokenizer import FolderTokenizer, entry_tokenizer
 
 SPECIAL = ["<|end|>", "<|start|>"]
 SENTENCES = [
@@ -202,7 +202,7 @@ def test_an_entrys_tokenizer_has_what_transformers_adds_to_the_file(tmp_path: Pa
     Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    document, notes = entry_tokenizer(tmp_path)
+    document, notes = entry_tokenizer(FolderTokenizer.of(tmp_path))
     assert document is not None
     assert notes == ()
     served, own = Tokenizer.from_str(document.decode()), AutoTokenizer.from_pretrained(tmp_path)
