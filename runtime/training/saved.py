@@ -134,7 +134,10 @@ class SavedTensors:
         """Makes some of these leave; returns whether there were any."""
         self.has_room: Callable[[int], None] = lambda nbytes: None
         """Called with the limit when no saved tensor is out."""
+        self._alive_bytes = 0
+        """Of all entries, each once."""
         self.in_bytes = self.out_bytes = 0
+        """Of entries in memory, and of those that are out or leaving: what leaves is in both."""
         self.moved_bytes = 0
         self.peak_bytes = self.exceeded_bytes = 0
         self.over_bytes = 0
@@ -179,8 +182,7 @@ class SavedTensors:
     def alive_bytes(self) -> int:
         """Return the bytes of all saved storages, in memory or not."""
         self._collect()
-        saving = sum(copy.nbytes for entry, copy in self._copies if entry.state is _State.SAVING)
-        return self.in_bytes + self.out_bytes - saving
+        return self._alive_bytes
 
     def owns(self, storages: list[Any]) -> None:
         """Set the owners' storages, which never leave here: autograd does not hold them alone."""
@@ -233,6 +235,7 @@ class SavedTensors:
             self._by_storage[entry.cdata] = self._by_pack[entry.first_pack] = entry.ref
             self._staying.append(entry)
             self.in_bytes += nbytes
+            self._alive_bytes += nbytes
         self.packs += 1
         del storage
         self._event(nbytes, entry)
@@ -298,7 +301,7 @@ class SavedTensors:
         thread = threading.get_ident()
         self._loops.add(thread)
         if len(self._loops) == 1:
-            self.record.event(nbytes, entry.first_pack, self.in_bytes + self.out_bytes)
+            self.record.event(nbytes, entry.first_pack, self._alive_bytes)
             if self.record.observed is not None:
                 self._observe(entry)
             if self.advice is not None:
@@ -542,6 +545,7 @@ class SavedTensors:
             give_pages_back(storage_address(storage), entry.nbytes)
 
     def _bury(self, entry: _Entry) -> None:
+        self._alive_bytes -= entry.nbytes
         if entry.state in (_State.SAVING, _State.OUT):
             self.out_bytes -= entry.nbytes
         if entry.state is not _State.OUT:

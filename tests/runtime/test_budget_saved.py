@@ -9,9 +9,10 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -27,9 +28,10 @@ import cohabit
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import release_free_memory, resident_bytes
 from cohabit.runtime.training.budget import Budget
+from cohabit.runtime.training.copies.copying import CopyThread
 from cohabit.runtime.training.copies.spill import FileSpill, RamSpill, capacity_for
 from cohabit.runtime.training.residency import Residency
-from cohabit.runtime.training.tracked import LEAST_BYTES
+from cohabit.runtime.training.tracked import LEAST_BYTES, StorageCopy
 
 WIDTH, ROWS, STEPS = 128, 256, 5
 VARYING_STEPS = 30
@@ -482,7 +484,37 @@ def test_memory_is_kept_also_where_seeing_ops_begins_again(monkeypatch: pytest.M
     assert all(map(torch.equal, state, state_of(net, optimizer)))
 
 
-def test_a_step_as_long_as_the_one_that_exceeded_the_budget_is_recorded_and_the_mode_ends() -> None:
+class LateCopies:
+    """Makes copies, in their order, only when one of them is waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[StorageCopy] = []
+
+    def begin(self, copy: StorageCopy) -> None:
+        copy.end = LateEnd(self)
+        self.begun.append(copy)
+
+
+class LateEnd(threading.Event):
+    def __init__(self, copies: LateCopies) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while not self.is_set():
+            copy = self.copies.begun.pop(0)
+            copy.make()
+            cast(LateEnd, copy.end).set()
+        return True
+
+
+@pytest.mark.parametrize("are_late", [False, True])
+def test_a_step_as_long_as_the_one_that_exceeded_the_budget_is_recorded_and_the_mode_ends(
+    are_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if are_late:
+        late = LateCopies()
+        monkeypatch.setattr(CopyThread, "begin", lambda thread, copy: late.begin(copy))
     net, optimizer = made(torch.optim.SGD)
     modes = []
     with cohabit.budget("5MiB", net, optimizer) as limits:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from cohabit.runtime.lowering import lower as lower_module
 from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.rows import proof
 from cohabit.runtime.options import Dtype, Options
 from tests.support.runtime import models
 from tests.support.runtime.mixing import Computed, Experts, Lookup
@@ -100,7 +100,7 @@ def test_rounding_is_no_influence(name: str, constructs: models.Constructs, tmp_
 
 def test_the_finding_is_kept_with_the_lowered_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (first,) = lowered_model(*INTERACTING["less_than_rounding"], tmp_path, [1, 2, 4], options=Options())
-    monkeypatch.setattr(lower_module, "find_mixing", None)
+    monkeypatch.setattr(proof, "find_mixing", None)
     again = lower(tmp_path / "model.pt2", "m", [1, 2, 4], tmp_path / "cache")
     assert again.interaction == first.interaction is not None
 
