@@ -36,7 +36,7 @@ from cohabit.server.config.sources import config_of
 from cohabit.server.deploy.model import Model
 from cohabit.server.deploy.notices import random_ops, warn_of_changed_inputs, warn_of_validation
 from cohabit.server.deploy.prepare import lowered_and_measured, open_backend, set_up_torch
-from cohabit.server.importing.comparison import Different, EagerComparison, varied
+from cohabit.server.importing.comparison import Different, ReferenceComparison, varied
 from cohabit.server.importing.exporting import exported, why_not_exported
 from cohabit.server.importing.subject import Subject, Tensors
 from cohabit.server.repository.sources import ModelSource
@@ -303,7 +303,7 @@ def _require_same_answers(loaded: LoadedModule, flat: FlatCall, model: Model) ->
         return  # nothing to compare; encoded weights were compared with exact ones
     subject = Subject(flat.module, (), lambda rows, seed: flat.example)
     names = [flat.output_name(index) for index in range(len(model.lowered.outputs))]
-    comparison = EagerComparison(subject, loaded.run, names)
+    comparison = ReferenceComparison(subject, loaded.run, names)
     with _torch_as_it_was():
         try:
             comparison.largest_error(flat.example, "for the example")

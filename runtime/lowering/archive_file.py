@@ -52,7 +52,7 @@ _SAFETENSORS = (
 )
 
 
-_ONNX = "is an ONNX file, which is not supported; import the module in PyTorch with cohabit import MODULE:FUNCTION"
+_ONNX = "is an ONNX file; make a program of it with cohabit import FILE.onnx"
 _GGUF = "is a GGUF file, which is not supported; import the Hugging Face folder that it was made from"
 
 

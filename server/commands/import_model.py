@@ -1,4 +1,4 @@
-"""`cohabit import`: makes a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint."""
+"""`cohabit import`: makes a repository entry of a Hugging Face or ONNX model, a torch.nn.Module or a checkpoint."""
 
 import argparse
 import os
@@ -23,7 +23,7 @@ from cohabit.server.errors import ConfigError, ImportFailed
 from cohabit.server.format import tensor_table
 from cohabit.server.importing.declared_input import largest_size, parse_input
 from cohabit.server.importing.folder_files import cached_folder
-from cohabit.server.importing.model_files import require_checkpoint, require_whole
+from cohabit.server.importing.model_files import onnx_file, require_checkpoint, require_whole
 from cohabit.server.script import require_script
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ _EXAMPLES = """examples:
   cohabit import models/ranker.py:make_ranker --input features:FP32:-1,256
   cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
   cohabit import sentence-transformers/all-MiniLM-L6-v2
+  cohabit import detector.onnx --input images:FP32:-1,3,640,640
   cohabit import run.ckpt --key ema.model --factory mypackage.models:make_encoder --input tokens:INT64:-1,-1
   cohabit import ranker.safetensors --factory mypackage.models:make_ranker
 
@@ -60,8 +61,9 @@ _SETTINGS = ("cache", "threads", "weights")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Export a model with a dynamic batch, compare it with eager PyTorch, and write it to a model repository with\n"
-        "its configuration. The entry of a causal language model generates texts. Importing runs a model's code."
+        "Export a model with a dynamic batch, compare it with eager PyTorch, or an ONNX model with ONNX Runtime, and\n"
+        "write it to a model repository with its configuration. The entry of a causal language model generates texts.\n"
+        "Importing runs a model's code."
     )
     parser.epilog = _EXAMPLES
     # What to import.
@@ -69,8 +71,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "path",
         metavar="PATH",
         help="a Hugging Face model directory (config.json and safetensors), the hub's name of a model in the local"
-        " Hugging Face cache (hf download NAME), MODULE:FUNCTION or FILE.py:FUNCTION that returns a torch.nn.Module, or"
-        " a checkpoint of --factory",
+        " Hugging Face cache (hf download NAME), an ONNX file or a folder with model.onnx, MODULE:FUNCTION or"
+        " FILE.py:FUNCTION that returns a torch.nn.Module, or a checkpoint of --factory",
     )
     parser.add_argument(
         "--factory",
@@ -92,7 +94,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME:TYPE:DIMS",
         help="input of the module, such as image:FP32:-1,3,224,224, where the first -1 is the batch and any other a"
-        " dynamic dimension; repeatable (default: the module's `example_inputs`, or what the Hugging Face model takes)",
+        " dynamic dimension; repeatable (default: the module's `example_inputs`, or what the Hugging Face or ONNX model"
+        " takes)",
     )
     parser.add_argument(
         "--sequence-length",
@@ -118,8 +121,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(name for name in text.split(",") if name),
         default=(),
         metavar="NAME,...",
-        help="outputs of a Hugging Face model to keep, in this order (default: all that have one row per input row);"
-        " with logits, a causal language model answers whole texts instead of generating them",
+        help="outputs of a Hugging Face or ONNX model to keep, in this order (default: all that have one row per input"
+        " row); with logits, a causal language model answers whole texts instead of generating them",
     )
     parser.add_argument(
         "--max-batch",
@@ -132,8 +135,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=typed(_tolerance),
         metavar="SHARE",
-        help="largest difference from eager PyTorch, as a share of an output's largest value (default: 1e-4; 1e-2 with"
-        " parameters in float16, 5e-2 in bfloat16). Above it, a comparison with float64 tells rounding from error",
+        help="largest difference from eager PyTorch or ONNX Runtime, as a share of an output's largest value (default:"
+        " 1e-4; 1e-2 with parameters in float16, 5e-2 in bfloat16). Above it, a comparison with float64 tells rounding"
+        " from error",
     )
     # Where to write it.
     parser.add_argument(
@@ -161,6 +165,9 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     """Import a model and print its entry. Raises ImportFailed, and other errors of loading."""
     _require_source(options)
     path = _folder_of(options)
+    if options.factory is None and (model := onnx_file(path)) is not None:
+        _require_onnx(model, options)
+        path = model
     name = options.name or _default_name(options)
     # The trial load has one plan, with everything resident: compiling the planner for it would take half a minute.
     with interpreted(), errors.status(Text(f"{name}: starting torch")) as status:
@@ -203,6 +210,9 @@ def _tolerance(text: str) -> float:
 
 def _default_name(options: argparse.Namespace) -> str:
     path = Path(options.path)
+    if path.name == "model.onnx":  # its folder has the model's name
+        path = path.resolve().parent
+        path = path.parent if path.name == "onnx" else path
     if path.exists():
         name = path.resolve().name if path.is_dir() else path.stem
     else:
@@ -219,10 +229,14 @@ def _subject(path: Path, options: argparse.Namespace, on_progress: Callable[[str
     on_progress(f"loading {options.path}")
     if options.factory is not None:
         return from_factory(options.factory, options.inputs, path, options.key, most)
+    if path.suffix == ".onnx":
+        from cohabit.server.importing.onnx.source import from_onnx
+
+        return from_onnx(path, options.inputs, most, options.outputs)
     if not path.is_dir():
         return from_factory(options.path, options.inputs, most=most)
     if not is_folder(path):
-        raise ConfigError(f"{path} is not a Hugging Face model directory: it has no config.json")
+        raise ConfigError(f"{path} is not a model directory: it has neither config.json nor model.onnx")
     lengths = Lengths(options.sequence_length, most)
     return from_folder(path, options.inputs, lengths, options.architecture, options.outputs)
 
@@ -242,6 +256,8 @@ def _require_source(options: argparse.Namespace) -> None:
         if not path.is_file():
             raise ConfigError(f"{path} is not a checkpoint file, which --factory needs")
         require_checkpoint(path)
+    elif onnx_file(path) is not None:
+        return
     elif path.is_dir():
         for weights in sorted(path.glob("*.safetensors")):
             if weights.is_file():
@@ -284,6 +300,17 @@ def _folder_of(options: argparse.Namespace) -> Path:
     return cached_folder(options.path)
 
 
+def _require_onnx(path: Path, options: argparse.Namespace) -> None:
+    """Raise ConfigError or ImportFailed if an ONNX file cannot be imported with the given flags."""
+    if find_spec("onnx") is None:
+        raise ImportFailed(f"{path}: ONNX models need the package onnx; pip install 'cohabit[onnx]'")
+    for flag, value in (("--sequence-length", options.sequence_length), ("--architecture", options.architecture)):
+        if value is not None:
+            raise ConfigError(
+                f"{flag} is for Hugging Face models; set sizes of an ONNX model's inputs with --input"
+            )
+
+
 def _refuse_flags_of_folders(options: argparse.Namespace) -> None:
     if options.sequence_length is not None:
         raise ConfigError("--sequence-length is for Hugging Face models; give the dimensions with --input")
@@ -304,9 +331,11 @@ def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
         unit = "an output's largest value"
         if any(spec.datatype.startswith(("INT", "UINT", "BOOL")) for spec in entry.info.outputs):
             unit += ", or of the elements of integers,"
-        out.print(f"largest difference from eager PyTorch: {max(entry.errors.values()):.1e} of {unit}{batches}")
+        out.print(
+            f"largest difference from {entry.compared_with}: {max(entry.errors.values()):.1e} of {unit}{batches}"
+        )
     else:
-        out.print("not compared with eager PyTorch: the model draws random numbers")
+        out.print(f"not compared with {entry.compared_with}: the model draws random numbers")
     if entry.info.only_batches:
         only = ", ".join(map(str, entry.info.only_batches))
         out.print(f"note: rows influence one another, so requests run alone, in batches of {only}")

@@ -1,4 +1,4 @@
-"""Compares a loaded program's answers with eager PyTorch's."""
+"""Compares a loaded program's answers with eager PyTorch's, or with those of the runtime that a model comes from."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,18 +12,19 @@ from cohabit.server.importing.subject import Subject, Tensors
 Run = Callable[[Tensors], Sequence[torch.Tensor]]
 """Runs the loaded program, and returns its outputs in order."""
 _ROUNDING = 2.0
-"""If an output exceeds the tolerance, its distance from float64 counts as rounding up to this multiple of eager
-PyTorch's distance."""
+"""If an output exceeds the tolerance, its distance from float64 counts as rounding up to this multiple of the
+reference's distance."""
 _MOST_ROUNDING = 1e-2
 """Maximum distance from float64 that counts as rounding, relative to the output's largest value."""
 
 
 class Different(Exception):
-    """An answer differs from eager PyTorch's by more than rounding. The message says by how much."""
+    """An answer differs from the reference's by more than rounding. The message says by how much."""
 
 
-class EagerComparison:
-    """Compares a program's answers with eager PyTorch, and with float64 if they differ by more than the tolerance."""
+class ReferenceComparison:
+    """Compares a program's answers with the subject's reference, and with float64 if they differ by more than the
+    tolerance."""
 
     def __init__(self, subject: Subject, run: Run, outputs: Sequence[str], tolerance: float | None = None) -> None:
         """`outputs` are the outputs' names. The default tolerance is the rounding of the module's parameter types."""
@@ -32,39 +33,40 @@ class EagerComparison:
         self.rounded: list[str] = []
         """Notes about differences over the tolerance that are rounding."""
         self.cosines: list[float] = []
-        """Between each float output and eager PyTorch's."""
+        """Between each float output and the reference's."""
 
     def largest_error(self, inputs: Tensors, where: str) -> float:
-        """Return the largest difference of an output from eager PyTorch's.
+        """Return the largest difference of an output from the reference's.
 
         Raises Different if it exceeds the tolerance and is not rounding; `where` ends the message's first clause.
         """
         # The module may change its inputs.
-        expected = self._subject.answer({name: tensor.clone() for name, tensor in inputs.items()})
+        expected = self._subject.expected({name: tensor.clone() for name, tensor in inputs.items()})
         largest = 0.0
         for index, (name, found, tensor) in enumerate(zip(self._outputs, self._run(inputs), expected, strict=True)):
-            own, eager = comparable(found), comparable(tensor)
-            error = difference(own, eager, eager) if own.shape == eager.shape else math.inf
-            if own.is_floating_point() and own.shape == eager.shape:
-                self.cosines.append(cosine(own, eager))
+            own, other = comparable(found), comparable(tensor)
+            error = difference(own, other, other) if own.shape == other.shape else math.inf
+            if own.is_floating_point() and own.shape == other.shape:
+                self.cosines.append(cosine(own, other))
             if not error <= self.tolerance:
                 unit = "largest value" if own.is_floating_point() else "elements"
-                said = f"output {name} differs from eager PyTorch's by {error:.2g} of its {unit} {where}"
-                self._require_rounding(said, own, eager, inputs, index)
+                other_name = self._subject.compared_with
+                said = f"output {name} differs from {other_name}'s by {error:.2g} of its {unit} {where}"
+                self._require_rounding(said, own, other, inputs, index)
             largest = max(largest, error)
         return largest
 
     def _require_rounding(
-        self, said: str, own: torch.Tensor, eager: torch.Tensor, inputs: Tensors, index: int
+        self, said: str, own: torch.Tensor, other: torch.Tensor, inputs: Tensors, index: int
     ) -> None:
-        """Note a difference over the tolerance, or raise Different unless eager PyTorch rounds as coarsely."""
-        answer = self._subject.float64_answer(inputs) if own.shape == eager.shape else None
+        """Note a difference over the tolerance, or raise Different unless the reference rounds as coarsely."""
+        answer = self._subject.float64_answer(inputs) if own.shape == other.shape else None
         if answer is None:
             raise Different(said)
         exact = comparable(answer[index])
-        ours, eagers = difference(own, exact, exact), difference(eager, exact, exact)
-        apart = f"from float64 it differs by {ours:.2g}, eager PyTorch by {eagers:.2g}"
-        if not ours <= min(_ROUNDING * eagers, _MOST_ROUNDING):
+        ours, others = difference(own, exact, exact), difference(other, exact, exact)
+        apart = f"from float64 it differs by {ours:.2g}, {self._subject.compared_with} by {others:.2g}"
+        if not ours <= min(_ROUNDING * others, _MOST_ROUNDING):
             raise Different(f"{said}; {apart}")
         self.rounded.append(f"{said}: {apart}, so that is rounding, which this model amplifies")
 

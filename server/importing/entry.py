@@ -1,4 +1,4 @@
-"""Makes a repository entry: exports and lowers a `Subject`, and compares the result with eager PyTorch."""
+"""Makes a repository entry: exports and lowers a `Subject`, and compares the result with its reference."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from cohabit.server.deploy.prepare import DEFAULT_BATCHES, SHAPE_BUCKETS
 from cohabit.server.engine.compute_lane import make_lanes
 from cohabit.server.engine.servable import ProgramServable, array_of
 from cohabit.server.errors import ImportFailed
-from cohabit.server.importing.comparison import Different, EagerComparison
+from cohabit.server.importing.comparison import Different, ReferenceComparison
 from cohabit.server.importing.exporting import export, save
 from cohabit.server.importing.subject import ONE_TOKEN, Subject, Tensors
 from cohabit.server.ipc.model import GENERATION, TOKENIZER, ModelInfo
@@ -57,11 +57,13 @@ class ImportedEntry:
     memory_bytes: int
     """Device memory needed to keep the whole model resident."""
     errors: dict[int, float]
-    """By batch size: the largest difference from eager PyTorch, relative to the output's largest value.
+    """By batch size: the largest difference from the reference, relative to the output's largest value.
 
     For integer outputs, it is the fraction of elements that differ. Empty if the model draws random numbers. Errors
     over the tolerance are rounding, and listed in the notes.
     """
+    compared_with: str
+    """The reference: `eager PyTorch`, or `ONNX Runtime`."""
     notes: tuple[str, ...]
 
     @property
@@ -139,7 +141,7 @@ def write_entry(
 ) -> ImportedEntry:
     """Write an entry atomically. `config` has the cache and the number of threads. Raises CohabitError.
 
-    Outputs may differ from eager PyTorch's by `tolerance`; by default, by the rounding of the model's parameter types.
+    Outputs may differ from the reference's by `tolerance`; by default, by the rounding of the model's parameter types.
     The entry is loaded as on the first start of `cohabit serve`, which then measures and plans it in the background.
     """
     try:
@@ -229,7 +231,7 @@ async def _compared(
     on_progress: Callable[[str], None],
     tolerance: float | None,
 ) -> ImportedEntry:
-    """Load the archive and compare its answers with eager PyTorch's. Raises CohabitError."""
+    """Load the archive and compare its answers with the reference's. Raises CohabitError."""
 
     def progress(name: str, stage: str) -> None:
         on_progress(stage)
@@ -259,11 +261,11 @@ async def _compared(
         if random_ops(model.lowered):
             rows = ()
         else:
-            on_progress("comparing with eager PyTorch")
+            on_progress(f"comparing with {subject.compared_with}")
         if model.lowered.encoding is not None:
             tolerance = math.inf  # its cosines measure its quality instead
         servable, outputs = model.servable, [port.name for port in model.servable.outputs]
-        comparison = EagerComparison(subject, partial(_answer, servable), outputs, tolerance)
+        comparison = ReferenceComparison(subject, partial(_answer, servable), outputs, tolerance)
 
         def error(count: int, seed: int) -> float:
             try:
@@ -284,7 +286,8 @@ async def _compared(
             model.weight_bytes,
             placement.memory.taken_bytes,
             errors,
-            (*subject.notes, *comparison.rounded, *_stored(model.lowered, comparison)),
+            subject.compared_with,
+            (*subject.notes, *comparison.rounded, *_stored(model.lowered, comparison, subject)),
         )
     finally:
         await asyncio.gather(*(lane.stop() for lane in lanes))
@@ -303,12 +306,14 @@ def _answer(servable: ProgramServable, inputs: Tensors) -> list[torch.Tensor]:
     ]
 
 
-def _stored(lowered: Lowered, comparison: EagerComparison) -> tuple[str, ...]:
+def _stored(lowered: Lowered, comparison: ReferenceComparison, subject: Subject) -> tuple[str, ...]:
     """Return the size of the stored weights, and the loss of lossy ones on the examples."""
     if (words := stored_words(lowered)) is None:
         return ()
     if lowered.encoding is not None and comparison.cosines:
-        words += f". On the examples, the least cosine with eager PyTorch's is {min(comparison.cosines):.5f}"
+        words += (
+            f". On the examples, the least cosine with {subject.compared_with}'s is {min(comparison.cosines):.5f}"
+        )
     return (words,)
 
 

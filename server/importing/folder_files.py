@@ -54,13 +54,19 @@ def read_object(path: Path) -> dict[str, Any]:
     return read
 
 
+def own_roots(folder: Path) -> list[Path]:
+    """Return the folders in which a model directory's files, or those of a folder in it, may lie."""
+    root = folder.resolve()
+    blobs = [above.parent.parent / "blobs" for above in (root, *root.parents) if above.parent.name == "snapshots"]
+    return [root, *blobs]
+
+
 def require_own_files(folder: Path) -> None:
     """Raise ImportFailed unless a directory's files, and the parts of its weights, are regular files inside it.
 
     In Hugging Face's cache, they are links to its blobs.
     """
-    root = folder.resolve()
-    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    roots = own_roots(folder)
     for path in sorted((*folder.iterdir(), *folder.glob("*/config.json"))):
         if path.is_dir():
             continue

@@ -30,7 +30,14 @@ from cohabit.server.importing.huggingface_inputs import (
     most_tokens,
     tensors_of,
 )
-from cohabit.server.importing.subject import Subject, Tensors, declared, reason_of, with_signature
+from cohabit.server.importing.subject import (
+    Subject,
+    Tensors,
+    declared,
+    outputs_of_rows,
+    reason_of,
+    with_signature,
+)
 from cohabit.server.ipc.model import POOLINGS
 
 _CONFIG = "config.json"
@@ -42,7 +49,6 @@ _LEGACY_NAME = re.compile("^pooling_mode_|(?<!last)_?tokens?$")
 _MOST_KEYS = 3
 _EXPERTS = "batched_mm"
 """Implementation of experts: only aten operators, whichever tokens the experts get."""
-_TRIED_ROWS = (2, 3)
 
 
 class NamedOutputs(nn.Module):
@@ -119,13 +125,13 @@ def from_folder(
         raise
     # Examples with padding, and outputs with a row per input row.
     if MASK in names:
-        subject = _with_padding(subject)
-    kept, dropped = _outputs(folder, subject, outputs)
+        subject = with_padding(subject)
+    kept, dropped = outputs_of_rows(folder, subject, outputs)
     images = tuple(given.name for given in inputs if given.name == IMAGES and len(given.dims) == 4)
     # Texts are embedded as sentence-transformers does, or not at all.
     tokenizer, pooling = None, None
     try:
-        pooling = _pooling(folder)
+        pooling = pooling_of(folder)
         if TOKENS in names:
             tokenizer, unlike = entry_tokenizer(FolderTokenizer.of(folder))
             notes.extend(unlike)
@@ -144,38 +150,6 @@ def from_folder(
         pooling=pooling,
         notes=(*notes, *_notes(written, pooling)),
     )
-
-
-def _outputs(folder: Path, subject: Subject, asked: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the kept and the dropped outputs of an entry. Raises ImportFailed for requested outputs that do not exist.
-
-    An entry's outputs have a row for each row of the inputs, and no other size that grows with the rows. For example,
-    CLIP's logits compare every image with every text.
-    """
-    with torch.no_grad():
-        few, more = (subject.module(**subject.examples(rows, 0)) for rows in _TRIED_ROWS)
-    fixed = all(given.dims[0] > 0 for given in subject.inputs)
-    rows = [
-        name
-        for name in few
-        if fixed
-        or (
-            (few[name].shape[:1], more[name].shape[:1]) == ((2,), (3,))
-            and few[name].shape[1:] == more[name].shape[1:]
-        )
-    ]
-    unknown = [name for name in asked if name not in few]
-    if unknown:
-        raise ImportFailed(f"{folder}: --outputs: the model has no output {unknown[0]}; it has {', '.join(few)}")
-    crossed = [name for name in asked if name not in rows]
-    if crossed:
-        raise ImportFailed(
-            f"{folder}: --outputs: {crossed[0]} has no row for each row of the inputs, but shape"
-            f" {list(more[crossed[0]].shape)} for {_TRIED_ROWS[1]}; compute it in the client"
-        )
-    if not rows:
-        raise ImportFailed(f"{folder}: no output has a row for each row of the inputs ({', '.join(few) or 'none'})")
-    return list(asked or rows), [] if asked else [name for name in few if name not in rows]
 
 
 def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str | None) -> Any:
@@ -262,7 +236,7 @@ def _part(folder: Path, model: Any, asked: str) -> nn.Module:
     return part
 
 
-def _with_padding(subject: Subject) -> Subject:
+def with_padding(subject: Subject) -> Subject:
     """Let the examples' rows end in padding of different lengths."""
 
     def examples(batch: int, seed: int) -> Tensors:
@@ -275,7 +249,7 @@ def _with_padding(subject: Subject) -> Subject:
     return replace(subject, examples=examples)
 
 
-def _pooling(folder: Path) -> str | None:
+def pooling_of(folder: Path) -> str | None:
     """Return the pooling of token states in a sentence-transformers folder; None if the folder is not one.
 
     Raises ImportFailed for a pooling, or another module, that `/v1/embeddings` does not have.

@@ -17,8 +17,19 @@ _MAGIC = {
     (4, b"TFL3"): f"a TensorFlow Lite file; {_WRITE_A_FUNCTION}",
 }
 """Foreign formats by offset and bytes."""
+_ONNX_PLACES = ("model.onnx", "onnx/model.onnx")
+"""Where a folder has its ONNX file."""
 _HEADER_BYTES = 100 << 20
 """Largest header of a safetensors file, as its library has it."""
+
+
+def onnx_file(path: Path) -> Path | None:
+    """Return the ONNX file that a path is, or that a folder without weights for PyTorch has; None without one."""
+    if path.suffix == ".onnx" and path.is_file():
+        return path
+    if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
+        return None
+    return next((path / place for place in _ONNX_PLACES if (path / place).is_file()), None)
 
 
 def require_checkpoint(path: Path) -> None:
@@ -29,7 +40,7 @@ def require_checkpoint(path: Path) -> None:
         if start[offset:].startswith(magic):
             raise ConfigError(f"{path} is {kind}")
     if path.suffix == ".onnx":
-        raise ConfigError(f"{path} is an ONNX file, which is not supported; {_WRITE_A_FUNCTION}")
+        raise ConfigError(f"{path} is an ONNX file, which has a graph of its own; import it without --factory")
     with suppress(OSError, zipfile.BadZipFile):
         names = zipfile.ZipFile(path).namelist()
         if any(name.endswith("/constants.pkl") for name in names):

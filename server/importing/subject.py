@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ Examples = Callable[[int, int], Tensors]
 _BOUNDS = (1000, 100, 10, 2, 1)
 """Bounds of random integers, in the order tried: a model's indices must be valid."""
 _MOST_REASON = 300
+_TRIED_ROWS = (2, 3)
 _ADVICE = re.compile(r"For more information, run with TORCH_LOGS=\S+")
 
 
@@ -39,6 +41,15 @@ class DecodingStep:
     """Minimum and maximum size of each input's dynamic dimensions other than the batch."""
     shape_buckets: str
     document: LanguageDocument
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What a program is compared with, if that is not the module itself."""
+
+    name: str
+    answer: Callable[[Mapping[str, torch.Tensor]], Sequence[torch.Tensor]]
+    """Returns the outputs in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,16 @@ class Subject:
     """Notes about the entry for the user."""
     decoding: DecodingStep | None = None
     """Set if the module is one decoding step of a causal language model."""
+    reference: Reference | None = None
+    """Set if answers are compared with something other than the module's."""
+
+    @property
+    def compared_with(self) -> str:
+        return "eager PyTorch" if self.reference is None else self.reference.name
+
+    def expected(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Return the outputs that the program's are compared with, in order."""
+        return self.answer(inputs) if self.reference is None else self.reference.answer(inputs)
 
     def answer(self, inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the module's own outputs in order."""
@@ -125,6 +146,38 @@ def declared(
     raise ImportFailed(
         f"the module, whose forward takes ({takes}), does not run with inputs {shapes}: {reason_of(failure)}"
     ) from failure
+
+
+def outputs_of_rows(what: Path, subject: Subject, asked: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the kept and the dropped outputs of an entry. Raises ImportFailed for requested outputs that do not exist.
+
+    An entry's outputs have a row for each row of the inputs, and no other size that grows with the rows. For example,
+    CLIP's logits compare every image with every text.
+    """
+    with torch.no_grad():
+        few, more = (subject.module(**subject.examples(rows, 0)) for rows in _TRIED_ROWS)
+    fixed = all(given.dims[0] > 0 for given in subject.inputs)
+    rows = [
+        name
+        for name in few
+        if fixed
+        or (
+            (few[name].shape[:1], more[name].shape[:1]) == ((2,), (3,))
+            and few[name].shape[1:] == more[name].shape[1:]
+        )
+    ]
+    unknown = [name for name in asked if name not in few]
+    if unknown:
+        raise ImportFailed(f"{what}: --outputs: the model has no output {unknown[0]}; it has {', '.join(few)}")
+    crossed = [name for name in asked if name not in rows]
+    if crossed:
+        raise ImportFailed(
+            f"{what}: --outputs: {crossed[0]} has no row for each row of the inputs, but shape"
+            f" {list(more[crossed[0]].shape)} for {_TRIED_ROWS[1]}; compute it in the client"
+        )
+    if not rows:
+        raise ImportFailed(f"{what}: no output has a row for each row of the inputs ({', '.join(few) or 'none'})")
+    return list(asked or rows), [] if asked else [name for name in few if name not in rows]
 
 
 def _taking(module: nn.Module, names: Sequence[str]) -> tuple[nn.Module, tuple[str, ...]]:

@@ -1,0 +1,1 @@
+"""Converts ONNX models to modules that torch.export takes. Only this folder imports the package onnx."""

@@ -1,0 +1,154 @@
+"""Values that are known as Python numbers: constants, and sizes that torch.export follows as symbols.
+
+Shape arithmetic (Shape, Gather, Concat, Mul, ...) is done with these numbers, because a size that is read back from a
+tensor would depend on values.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cohabit.server.errors import ImportFailed
+
+MOST_NUMBERS = 256
+"""Larger constants are tensors only."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """An array of numbers, symbolic sizes among them."""
+
+    numbers: np.ndarray[Any, np.dtype[np.object_]]
+    dtype: torch.dtype
+    weight: torch.Tensor | None = None
+    """The initializer with these values, if it is a parameter or buffer of the module."""
+
+    @staticmethod
+    def of(values: Any, dtype: torch.dtype = torch.int64, weight: torch.Tensor | None = None) -> "Known":
+        return Known(np.array(values, dtype=object), dtype, weight)
+
+    @property
+    def list(self) -> list[Any]:
+        """The numbers in order, without their shape."""
+        return list(self.numbers.flat)
+
+    @property
+    def is_concrete(self) -> bool:
+        """Whether no number is a symbol."""
+        return all(isinstance(number, int | float) for number in self.numbers.flat)
+
+    @property
+    def number(self) -> int | float | None:
+        """The only number, if it is not a symbol; None otherwise."""
+        return self.list[0] if self.numbers.size == 1 and self.is_concrete else None
+
+    def tensor(self) -> torch.Tensor:
+        if self.weight is not None:
+            return self.weight
+        if self.is_concrete:
+            return torch.tensor(self.numbers.tolist(), dtype=self.dtype)
+        parts = [torch.full((), number, dtype=self.dtype) for number in self.numbers.flat]
+        return torch.stack(parts).reshape(self.numbers.shape)
+
+
+class NotKnown(Exception):
+    """An operator cannot be computed with numbers; its inputs are to be tensors."""
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point
+
+
+def _rounded(number: Any, dtype: torch.dtype) -> Any:
+    """Return a float as the type has it."""
+    return float(np.float32(number)) if dtype is torch.float32 and isinstance(number, float) else number
+
+
+def _elementwise(function: Callable[..., Any], result: torch.dtype | None, values: Sequence[Known]) -> Known:
+    dtype = values[0].dtype if result is None else result
+    arrays = [value.numbers for value in values]
+    if math.prod(np.broadcast_shapes(*(array.shape for array in arrays))) > MOST_NUMBERS:
+        raise NotKnown
+    found = np.frompyfunc(lambda *given: _rounded(function(*given), dtype), len(arrays), 1)(*arrays)
+    return Known(np.asarray(found, dtype=object), dtype)
+
+
+def _divided(a: Any, b: Any) -> Any:
+    """Divide; integers are truncated towards zero, as ONNX has it."""
+    if isinstance(a, float | torch.SymFloat) or isinstance(b, float | torch.SymFloat):
+        return a / b
+    if isinstance(a, int) and isinstance(b, int):
+        return int(math.copysign(abs(a) // abs(b), a * b))
+    return a // b  # sizes are positive
+
+
+def cast(number: Any, dtype: torch.dtype) -> Any:
+    """Convert a number, which may be a symbol, to a type."""
+    if dtype is torch.bool:
+        return number != 0
+    if is_float(dtype):
+        return torch.sym_float(number)
+    return torch.sym_int(number)
+
+
+_NUMERIC: Mapping[str, Callable[..., Any]] = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Div": _divided,
+    "Neg": operator.neg,
+    "Abs": abs,
+    "Pow": operator.pow,
+    "Min": torch.sym_min,
+    "Max": torch.sym_max,
+    "Floor": lambda n: torch.sym_float(math.floor(n)),
+    "Ceil": lambda n: torch.sym_float(math.ceil(n)),
+    "Round": lambda n: torch.sym_float(round(n)),
+    "Sqrt": lambda n: math.sqrt(n) if isinstance(n, int | float) else torch.sym_sqrt(n),
+    "Reciprocal": lambda n: 1.0 / n,
+}
+_LOGICAL: Mapping[str, Callable[..., Any]] = {
+    "Equal": operator.eq,
+    "Less": operator.lt,
+    "LessOrEqual": operator.le,
+    "Greater": operator.gt,
+    "GreaterOrEqual": operator.ge,
+    "Not": operator.not_,
+    "And": lambda a, b: bool(a) and bool(b),
+    "Or": lambda a, b: bool(a) or bool(b),
+}
+_VARIADIC = ("Min", "Max")
+
+
+def evaluate(op: str, values: Sequence[Known]) -> Known:
+    """Compute an elementwise operator with numbers. Raises NotKnown for other operators."""
+    try:
+        if op in _VARIADIC:
+            found = values[0]
+            for value in values[1:]:
+                found = _elementwise(_NUMERIC[op], found.dtype, (found, value))
+            return found
+        if op == "Mod":
+            return _elementwise(operator.mod, None, values)
+        if op in _NUMERIC:
+            return _elementwise(_NUMERIC[op], None, values)
+        if op in _LOGICAL:
+            return _elementwise(_LOGICAL[op], torch.bool, values)
+    except (ZeroDivisionError, OverflowError, ValueError, TypeError) as error:
+        raise NotKnown from error
+    if op == "Where":
+        condition, chosen, other = values
+        return _elementwise(lambda c, a, b: a if c else b, chosen.dtype, (condition, chosen, other))
+    raise NotKnown
+
+
+def sizes(value: Any, what: str) -> list[Any]:
+    """Return a value's numbers. Raises ImportFailed if they depend on the values of inputs."""
+    if isinstance(value, Known):
+        return value.list
+    raise ImportFailed(f"its {what} depends on values of the inputs, not only on their sizes")

@@ -1,0 +1,355 @@
+"""Arithmetic, comparisons, activations, products and reductions."""
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cohabit.server.importing.onnx.known import Known, NotKnown, cast, evaluate
+from cohabit.server.importing.onnx.registry import OPERATORS, Call, Operator, Value, operator_of
+
+
+def _operand(value: Value, other: Value) -> Any:
+    """Return a value as an operand: a number, if it is a single one that has no influence on the result's type."""
+    if not isinstance(value, Known):
+        return value
+    number = value.number
+    same_type = isinstance(other, Tensor) and other.dtype == value.dtype and other.dim() >= value.numbers.ndim
+    return number if number is not None and same_type else value.tensor()
+
+
+def _binary(function: Callable[[Any, Any], Any]) -> Operator:
+    def compute(call: Call) -> Value:
+        values = [value for value in call.values if value is not None]
+        if all(isinstance(value, Known) for value in values):
+            try:
+                return evaluate(call.node.op, [value for value in values if isinstance(value, Known)])
+            except NotKnown:
+                pass
+        found = values[0]
+        for value in values[1:]:
+            result: Value = function(_operand(found, value), _operand(value, found))
+            found = result
+        return found if len(values) > 1 else call.tensor()
+
+    return compute
+
+
+def _unary(function: Callable[[Tensor], Tensor]) -> Operator:
+    def compute(call: Call) -> Value:
+        value = call.value(0)
+        if isinstance(value, Known):
+            try:
+                return evaluate(call.node.op, [value])
+            except NotKnown:
+                pass
+        return function(call.tensor())
+
+    return compute
+
+
+def _tensor_of(value: Any, other: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.full((), value, dtype=other.dtype)
+
+
+def _divide(a: Any, b: Any) -> Any:
+    if (a if isinstance(a, Tensor) else b).is_floating_point():
+        return a / b
+    return torch.div(_tensor_of(a, b), b, rounding_mode="trunc")
+
+
+def _largest(a: Any, b: Any) -> Tensor:
+    return torch.maximum(_tensor_of(a, b), _tensor_of(b, a))
+
+
+def _smallest(a: Any, b: Any) -> Tensor:
+    return torch.minimum(_tensor_of(a, b), _tensor_of(b, a))
+
+
+_BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "Div": _divide,
+    "Equal": operator.eq,
+    "Less": operator.lt,
+    "LessOrEqual": operator.le,
+    "Greater": operator.gt,
+    "GreaterOrEqual": operator.ge,
+    "And": operator.and_,
+    "Or": operator.or_,
+    "Xor": operator.xor,
+    "BitwiseAnd": operator.and_,
+    "BitwiseOr": operator.or_,
+    "BitwiseXor": operator.xor,
+    "Max": _largest,
+    "Min": _smallest,
+    "Sum": operator.add,
+}
+_UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "Abs": torch.abs,
+    "Acos": torch.acos,
+    "Acosh": torch.acosh,
+    "Asin": torch.asin,
+    "Asinh": torch.asinh,
+    "Atan": torch.atan,
+    "Atanh": torch.atanh,
+    "BitwiseNot": torch.bitwise_not,
+    "Ceil": torch.ceil,
+    "Cos": torch.cos,
+    "Cosh": torch.cosh,
+    "Erf": torch.erf,
+    "Exp": torch.exp,
+    "Floor": torch.floor,
+    "HardSwish": F.hardswish,
+    "IsNaN": torch.isnan,
+    "Log": torch.log,
+    "Mish": F.mish,
+    "Neg": torch.neg,
+    "Not": torch.logical_not,
+    "Reciprocal": torch.reciprocal,
+    "Relu": torch.relu,
+    "Round": torch.round,
+    "Sigmoid": torch.sigmoid,
+    "Sign": torch.sign,
+    "Sin": torch.sin,
+    "Sinh": torch.sinh,
+    "Softplus": F.softplus,
+    "Softsign": F.softsign,
+    "Sqrt": torch.sqrt,
+    "Tan": torch.tan,
+    "Tanh": torch.tanh,
+}
+OPERATORS.update({name: _binary(function) for name, function in _BINARY.items()})
+OPERATORS.update({name: _unary(function) for name, function in _UNARY.items()})
+
+
+@operator_of("Pow")
+def _pow(call: Call) -> Value:
+    base, exponent = call.value(0), call.value(1)
+    if isinstance(base, Known) and isinstance(exponent, Known):
+        return evaluate("Pow", [base, exponent])
+    number = exponent.number if isinstance(exponent, Known) and exponent.numbers.ndim == 0 else None
+    x = call.tensor(0)
+    return torch.pow(x, call.tensor(1) if number is None else number).to(x.dtype)
+
+
+@operator_of("Mod")
+def _mod(call: Call) -> Value:
+    a, b = call.value(0), call.value(1)
+    if isinstance(a, Known) and isinstance(b, Known) and not call.attr("fmod", 0):
+        return evaluate("Mod", [a, b])
+    return (torch.fmod if call.attr("fmod", 0) else torch.remainder)(call.tensor(0), call.tensor(1))
+
+
+@operator_of("Mean")
+def _mean(call: Call) -> Value:
+    tensors = call.tensors()
+    return reduce(operator.add, tensors) / len(tensors)
+
+
+@operator_of("Where")
+def _where(call: Call) -> Value:
+    values = [call.value(index) for index in range(3)]
+    known = [value for value in values if isinstance(value, Known)]
+    if len(known) == 3:
+        try:
+            return evaluate("Where", known)
+        except NotKnown:
+            pass
+    chosen, other = values[1:]
+    a, b = _operand(chosen, other), _operand(other, chosen)
+    return torch.where(call.tensor(0), a, b)
+
+
+@operator_of("Cast", "CastLike")
+def _cast(call: Call) -> Value:
+    value = call.value(0)
+    if call.node.op == "CastLike":
+        like = call.value(1)
+        dtype = like.dtype
+    else:
+        dtype = call.dtype(call.attr("to"))
+    if isinstance(value, Known) and (value.weight is None or value.numbers.size == 1):
+        numbers = [cast(number, dtype) for number in value.list]
+        array = Known.of(numbers, dtype).numbers.reshape(value.numbers.shape)
+        return Known(array, dtype)
+    return call.tensor().to(dtype)
+
+
+@operator_of("IsInf")
+def _isinf(call: Call) -> Value:
+    x = call.tensor()
+    found = torch.isinf(x)
+    if not call.attr("detect_negative", 1):
+        found = found & (x > 0)
+    return found if call.attr("detect_positive", 1) else found & (x < 0)
+
+
+@operator_of("Clip")
+def _clip(call: Call) -> Value:
+    x = call.tensor()
+    for index, (name, bound) in enumerate((("min", torch.maximum), ("max", torch.minimum)), 1):
+        if not call.has(index) and call.attr(name) is None:
+            continue
+        value = call.value(index) if call.has(index) else Known.of(call.attr(name), x.dtype)
+        number = value.number if isinstance(value, Known) else None
+        if number is None:
+            x = bound(x, call.tensor(index))
+        else:
+            x = torch.clamp(x, **{name: number})
+    return x
+
+
+@operator_of("LeakyRelu")
+def _leaky_relu(call: Call) -> Value:
+    return F.leaky_relu(call.tensor(), call.attr("alpha", 0.01))
+
+
+@operator_of("Elu")
+def _elu(call: Call) -> Value:
+    return F.elu(call.tensor(), call.attr("alpha", 1.0))
+
+
+@operator_of("Celu")
+def _celu(call: Call) -> Value:
+    return F.celu(call.tensor(), call.attr("alpha", 1.0))
+
+
+@operator_of("Selu")
+def _selu(call: Call) -> Value:
+    alpha, gamma = call.attr("alpha", 1.6732631921768188), call.attr("gamma", 1.0507010221481323)
+    return gamma * F.elu(call.tensor(), alpha)
+
+
+@operator_of("ThresholdedRelu")
+def _thresholded_relu(call: Call) -> Value:
+    return F.threshold(call.tensor(), call.attr("alpha", 1.0), 0.0)
+
+
+@operator_of("HardSigmoid")
+def _hard_sigmoid(call: Call) -> Value:
+    return torch.clamp(call.tensor() * call.attr("alpha", 0.2) + call.attr("beta", 0.5), 0.0, 1.0)
+
+
+@operator_of("PRelu")
+def _prelu(call: Call) -> Value:
+    x, slope = call.tensor(0), call.tensor(1)
+    channels = slope.numel()
+    if slope.dim() == x.dim() - 1 and slope.shape[0] == channels and x.dim() > 2 and x.shape[1] == channels:
+        return F.prelu(x, slope.flatten())
+    return torch.where(x >= 0, x, x * slope)
+
+
+@operator_of("Gelu")
+def _gelu(call: Call) -> Value:
+    return F.gelu(call.tensor(), approximate=call.attr("approximate", "none"))
+
+
+@operator_of("Softmax", "LogSoftmax", "Hardmax")
+def _softmax(call: Call) -> Value:
+    x = call.tensor()
+    axis = call.attr("axis", -1 if call.node.opset >= 13 else 1)
+    functions = {"Softmax": torch.softmax, "LogSoftmax": torch.log_softmax, "Hardmax": _hardmax}
+    function = functions[call.node.op]
+    if call.node.opset >= 13 or axis % x.dim() == x.dim() - 1:
+        return function(x, axis)
+    return function(x.flatten(axis), axis).reshape(x.shape)  # of all the dimensions from `axis` on
+
+
+def _hardmax(x: Tensor, axis: int) -> Tensor:
+    return F.one_hot(x.argmax(axis), x.shape[axis]).movedim(-1, axis).to(x.dtype)
+
+
+@operator_of("MatMul")
+def _matmul(call: Call) -> Value:
+    a, b = call.tensor(0), call.tensor(1)
+    if b.dim() == 2 and a.dim() > 1 and call.constant[1]:
+        return F.linear(a, b.t())  # which lowering packs
+    return torch.matmul(a, b)
+
+
+@operator_of("Gemm")
+def _gemm(call: Call) -> Value:
+    a, b, bias = call.tensor(0), call.tensor(1), call.optional(2)
+    alpha, beta = call.attr("alpha", 1.0), call.attr("beta", 1.0)
+    a = a.t() if call.attr("transA", 0) else a
+    b = b if call.attr("transB", 0) else b.t()
+    if bias is not None and bias.dim() == 1 and alpha == beta == 1.0:
+        return F.linear(a, b, bias.expand(b.shape[0]))
+    found = F.linear(a, b)
+    found = found if alpha == 1.0 else found * alpha
+    return found if bias is None else found + (bias if beta == 1.0 else bias * beta)
+
+
+@operator_of("Einsum")
+def _einsum(call: Call) -> Value:
+    return torch.einsum(call.attr("equation"), *call.tensors())
+
+
+@operator_of("CumSum")
+def _cumsum(call: Call) -> Value:
+    x, axis = call.tensor(), int(call.number("axis", 1, 0))
+    backwards = call.attr("reverse", 0)
+    x = x.flip(axis) if backwards else x
+    found = torch.cumsum(x, axis).to(x.dtype)
+    if call.attr("exclusive", 0):
+        found = found - x
+    return found.flip(axis) if backwards else found
+
+
+_REDUCTIONS: Mapping[str, Callable[[Tensor, list[int], bool], Tensor]] = {
+    "ReduceMean": lambda x, axes, keep: torch.mean(x, axes, keep),
+    "ReduceSum": lambda x, axes, keep: torch.sum(x, axes, keep).to(x.dtype),
+    "ReduceMax": lambda x, axes, keep: torch.amax(x, axes, keep),
+    "ReduceMin": lambda x, axes, keep: torch.amin(x, axes, keep),
+    "ReduceL1": lambda x, axes, keep: torch.sum(x.abs(), axes, keep).to(x.dtype),
+    "ReduceL2": lambda x, axes, keep: torch.sqrt(torch.sum(x * x, axes, keep)),
+    "ReduceSumSquare": lambda x, axes, keep: torch.sum(x * x, axes, keep).to(x.dtype),
+    "ReduceLogSum": lambda x, axes, keep: torch.log(torch.sum(x, axes, keep)),
+    "ReduceLogSumExp": lambda x, axes, keep: torch.logsumexp(x, axes, keep),
+    "ReduceProd": lambda x, axes, keep: _product(x, axes, keep),
+}
+_OF_NUMBERS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "ReduceProd": operator.mul,
+    "ReduceSum": operator.add,
+    "ReduceMax": torch.sym_max,
+    "ReduceMin": torch.sym_min,
+}
+
+
+def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
+    for axis in sorted((axis % x.dim() for axis in axes), reverse=True):
+        x = torch.prod(x, axis, keep).to(x.dtype)
+    return x
+
+
+@operator_of(*_REDUCTIONS)
+def _reduce(call: Call) -> Value:
+    value, axes, keep = call.value(0), call.sizes("axes", 1), bool(call.attr("keepdims", 1))
+    if not axes and call.attr("noop_with_empty_axes", 0):
+        return value
+    if isinstance(value, Known) and value.numbers.ndim == 1 and call.node.op in _OF_NUMBERS:
+        found = reduce(_OF_NUMBERS[call.node.op], value.list)
+        return Known.of([found] if keep else found, value.dtype)
+    x = call.tensor()
+    return _REDUCTIONS[call.node.op](x, axes or list(range(x.dim())), keep)
+
+
+@operator_of("ArgMax", "ArgMin")
+def _arg(call: Call) -> Value:
+    x, axis, keep = call.tensor(), call.attr("axis", 0), bool(call.attr("keepdims", 1))
+    function = torch.argmax if call.node.op == "ArgMax" else torch.argmin
+    if not call.attr("select_last_index", 0):
+        return function(x, axis, keepdim=keep)
+    return x.shape[axis] - 1 - function(x.flip(axis), axis, keepdim=keep)
+
+
+@operator_of("TopK")
+def _top_k(call: Call) -> Value | tuple[Value | None, ...]:
+    (k,) = call.sizes("k", 1) or [0]
+    return torch.topk(call.tensor(), k, call.attr("axis", -1), bool(call.attr("largest", 1)))
