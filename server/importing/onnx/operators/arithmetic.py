@@ -194,14 +194,12 @@ def _isinf(call: Call) -> Value:
 def _clip(call: Call) -> Value:
     x = call.tensor()
     for index, (name, bound) in enumerate((("min", torch.maximum), ("max", torch.minimum)), 1):
-        if not call.has(index) and call.attr(name) is None:
+        if not call.has(index):
+            x = torch.clamp(x, **{name: call.attr(name)}) if call.attr(name) is not None else x
             continue
-        value = call.value(index) if call.has(index) else Known.of(call.attr(name), x.dtype)
+        value = call.value(index)
         number = value.number if isinstance(value, Known) else None
-        if number is None:
-            x = bound(x, call.tensor(index))
-        else:
-            x = torch.clamp(x, **{name: number})
+        x = bound(x, call.tensor(index)) if number is None else torch.clamp(x, **{name: number})
     return x
 
 

@@ -47,10 +47,21 @@ class Window:
         return all(isinstance(n, int) and n >= 0 for n in both) and self.before == self.after
 
     @property
+    def is_poolable(self) -> bool:
+        """Whether torch's pooling takes the padding."""
+        return self.is_even and all(2 * p <= k for p, k in zip(self.before, self.kernel, strict=True))
+
+    @property
     def padding(self) -> list[Any]:
         """Of both sides, as F.pad takes it."""
         both = list(zip(self.before, self.after, strict=True))
         return [n for pair in reversed(both) for n in pair]
+
+    def cut(self, pooled: Tensor, x: Tensor) -> Tensor:
+        """Leave out the windows that begin in the padding after an image, which `ceil_mode` adds to a padded one."""
+        for dim, (size, before, stride) in enumerate(zip(x.shape[2:], self.before, self.strides, strict=True), 2):
+            pooled = pooled[(*[slice(None)] * dim, slice(0, -(-(size + before) // stride)))]
+        return pooled
 
 
 @operator_of("Conv")
@@ -91,12 +102,12 @@ def _max_pool(call: Call) -> Value:
     call.require(len(call.node.outputs) == 1, "its output Indices")
     x = call.tensor()
     window = Window(call, x, call.attr("kernel_shape"))
-    padding = window.before
-    if not window.is_even or any(2 * p > k for p, k in zip(padding, window.kernel, strict=True)):
-        x, padding = F.pad(x, window.padding, value=-math.inf), [0] * window.dims
-    function = _MAX_POOLS[window.dims - 1]
-    ceil = bool(call.attr("ceil_mode", 0))
-    return function(x, window.kernel, window.strides, padding, window.dilations, ceil_mode=ceil)
+    function, ceil = _MAX_POOLS[window.dims - 1], bool(call.attr("ceil_mode", 0))
+    if window.is_poolable:
+        return function(x, window.kernel, window.strides, window.before, window.dilations, ceil_mode=ceil)
+    padded = F.pad(x, window.padding, value=-math.inf)
+    pooled = function(padded, window.kernel, window.strides, 0, window.dilations, ceil_mode=ceil)
+    return window.cut(pooled, x) if ceil else pooled
 
 
 @operator_of("AveragePool")
@@ -106,15 +117,14 @@ def _average_pool(call: Call) -> Value:
     call.require(window.dilations == [1] * window.dims, "dilations")
     function, ceil = _AVERAGE_POOLS[window.dims - 1], bool(call.attr("ceil_mode", 0))
     counts = bool(call.attr("count_include_pad", 0))
-    fits = window.is_even and all(2 * p <= k for p, k in zip(window.before, window.kernel, strict=True))
-    if fits:
+    if window.is_poolable:
         return function(x, window.kernel, window.strides, window.before, ceil, counts)
-    padded = F.pad(x, window.padding)
-    found = function(padded, window.kernel, window.strides, 0, ceil)
+    call.require(not ceil, "ceil_mode with uneven padding")
+    pooled = function(F.pad(x, window.padding), window.kernel, window.strides)
     if counts:
-        return found
+        return pooled
     inside = F.pad(torch.ones_like(x[:1, :1]), window.padding)
-    return found / function(inside, window.kernel, window.strides, 0, ceil)
+    return pooled / function(inside, window.kernel, window.strides)
 
 
 def _image_dims(x: Tensor) -> list[int]:

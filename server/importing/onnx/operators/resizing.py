@@ -59,9 +59,11 @@ def _interpolated(
         return None
     given: dict[str, Any] = {"size": new} if scales is None else {"scale_factor": scales}
     if mode == "nearest":
-        floor = call.attr("nearest_mode", "round_prefer_floor") == "floor" or call.node.op == "Upsample"
-        enlarges = scales is not None and all(scale in (1.0, 2.0) for scale in scales)
-        if (rule == "asymmetric" and floor) or (rule == "half_pixel" and enlarges):
+        rounded = "floor" if call.node.op == "Upsample" else call.attr("nearest_mode", "round_prefer_floor")
+        doubles = scales is not None and all(scale in (1.0, 2.0) for scale in scales)
+        if (rule == "asymmetric" and rounded == "floor") or (
+            rule == "half_pixel" and doubles and rounded.startswith("round")
+        ):
             return F.interpolate(x, **given, mode="nearest")
         return None
     corners = rule == "align_corners"
