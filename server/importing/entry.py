@@ -5,7 +5,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -166,6 +166,7 @@ def write_entry(
             if subject.decoding is not None:
                 loading = replace(loading, shape_buckets=shape_buckets(subject.decoding.shape_buckets))
             entry = asyncio.run(_compared(subject, folder, loading, on_progress, tolerance))
+            entry = replace(entry, info=_named(entry.info, subject.names))
             notes = _write_sample(subject, entry.info, folder)
             if subject.tokenizer is not None:
                 (folder / TOKENIZER).write_bytes(subject.tokenizer)
@@ -249,7 +250,10 @@ async def _compared(
         (model,) = models
         # An existing config.pbtxt may rename inputs.
         info = model.servable.info
-        named, taken = {port.name for port in model.servable.inputs}, {given.name for given in subject.inputs}
+        # The program's own names, if the config.pbtxt is still to be written.
+        names = subject.names if (folder / _CONFIG).exists() else {}
+        named = {port.name for port in model.servable.inputs}
+        taken = {names.get(given.name, given.name) for given in subject.inputs}
         if named != taken:
             raise ImportFailed(
                 f"the entry's config.pbtxt names the inputs {', '.join(sorted(named))}, the module takes"
@@ -265,7 +269,7 @@ async def _compared(
         if model.lowered.encoding is not None:
             tolerance = math.inf  # its cosines measure its quality instead
         servable, outputs = model.servable, [port.name for port in model.servable.outputs]
-        comparison = ReferenceComparison(subject, partial(_answer, servable), outputs, tolerance)
+        comparison = ReferenceComparison(subject, partial(_answer, servable, names), outputs, tolerance)
 
         def error(count: int, seed: int) -> float:
             try:
@@ -294,8 +298,18 @@ async def _compared(
         placement.close()
 
 
-def _answer(servable: ProgramServable, inputs: Tensors) -> list[torch.Tensor]:
-    """Return a servable's outputs in order, for inputs of one batch."""
+def _named(info: ModelInfo, names: Mapping[str, str]) -> ModelInfo:
+    """Return a description with the names that clients use."""
+    inputs, outputs = (
+        tuple(msgspec.structs.replace(spec, name=names.get(spec.name, spec.name)) for spec in specs)
+        for specs in (info.inputs, info.outputs)
+    )
+    return msgspec.structs.replace(info, inputs=inputs, outputs=outputs)
+
+
+def _answer(servable: ProgramServable, names: Mapping[str, str], given: Tensors) -> list[torch.Tensor]:
+    """Return a servable's outputs in order, for inputs of one batch, whose names are other ones there."""
+    inputs = {names.get(name, name): tensor for name, tensor in given.items()}
     arrays = {port.name: array_of(inputs[port.name]) for port in servable.inputs}
     rows = len(next(iter(arrays.values()))) if servable.info.max_batch_size else 1
     answered = servable.execute([arrays], rows).outputs
@@ -329,7 +343,8 @@ def _write_sample(subject: Subject, info: ModelInfo, folder: Path) -> tuple[str,
     """Write a valid request for clients to begin with. Returns why there is none, for the user."""
     if subject.decoding is not None:
         return ()
-    inputs = subject.examples(min(info.only_batches, default=1), 0)
+    examples = subject.examples(min(info.only_batches, default=1), 0)
+    inputs = {subject.names.get(name, name): tensor for name, tensor in examples.items()}
     binary = [spec.name for spec in info.inputs if spec.datatype in BINARY_ONLY]
     if binary:
         return (f"no {SAMPLE} was written: JSON cannot have {', '.join(binary)}, which clients send as bytes",)

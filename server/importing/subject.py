@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,8 @@ class Subject:
     """Set if the module is one decoding step of a causal language model."""
     reference: Reference | None = None
     """Set if answers are compared with something other than the module's."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names for clients of inputs and outputs that the module has to call otherwise, by the module's names."""
 
     @property
     def compared_with(self) -> str:

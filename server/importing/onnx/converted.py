@@ -19,7 +19,7 @@ _MOST_FLOATS = 8
 
 
 class OnnxModule(nn.Module):
-    """Takes a graph's inputs by name, and returns its outputs by name.
+    """Takes a graph's inputs by name, and returns its outputs by name; the names are `OnnxGraph.names`.
 
     Floats of the graph are parameters, and integers are buffers, except for a few that are known as numbers.
     """
@@ -39,10 +39,8 @@ class OnnxModule(nn.Module):
                 self._constant.update(node.outputs)
         self._unread = _unread_after(graph)
         self._is_wide = any(tensor.dtype is torch.float64 for tensor in graph.constants.values())
-        names = [given.name for given in graph.inputs]
-        self.forward: Any = partial(self._run)
-        if all(map(str.isidentifier, names)):
-            self.forward = with_signature(self.forward, names)
+        self._names = graph.names
+        self.forward: Any = with_signature(partial(self._run), [self._names[given.name] for given in graph.inputs])
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         count, is_float = tensor.numel(), tensor.dtype.is_floating_point
@@ -64,8 +62,8 @@ class OnnxModule(nn.Module):
             values = tensor.double() if is_float else tensor
             self._known[name] = Known(_objects(values), tensor.dtype)
 
-    def _run(self, **inputs: torch.Tensor) -> Tensors:
-        values: dict[str, Value] = dict(inputs)
+    def _run(self, /, **inputs: torch.Tensor) -> Tensors:
+        values: dict[str, Value] = {name: inputs[own] for name, own in self._names.items() if own in inputs}
         for name, own in self._weights.items():
             values[name] = getattr(self.weights, own)
         for name, known in self._known.items():
@@ -76,7 +74,7 @@ class OnnxModule(nn.Module):
             values.update(self._results(node, values))
             for name in self._unread[number]:
                 values.pop(name, None)
-        answer = {name: values[name] for name in self._outputs}
+        answer = {self._names[name]: values[name] for name in self._outputs}
         return {name: value.tensor() if isinstance(value, Known) else value for name, value in answer.items()}
 
     def _results(self, node: OnnxNode, values: Mapping[str, Value]) -> dict[str, Value]:

@@ -1,7 +1,9 @@
 """Reads an ONNX file: its nodes, constants, inputs and outputs. Nothing of it is run, and it is data like any other."""
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +77,19 @@ class OnnxGraph:
     constants: Mapping[str, torch.Tensor]
     inputs: tuple[OnnxInput, ...]
     outputs: tuple[str, ...]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of inputs and outputs as Python and torch.export take them, by the graph's names."""
+        names: dict[str, str] = {}
+        for kind, given in (("input", [own.name for own in self.inputs]), ("output", self.outputs)):
+            for name in given:
+                new = re.sub(r"\W", "_", name)
+                new = new if new.isidentifier() and not iskeyword(new) else f"{kind}_{new}"
+                while new != name and (new in names.values() or new in self.outputs):
+                    new = f"{new}_"
+                names.setdefault(name, new)
+        return names
 
     def pruned(self, outputs: Sequence[str]) -> "OnnxGraph":
         """Return the graph of some outputs, with the nodes, constants and inputs that they need."""

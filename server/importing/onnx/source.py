@@ -38,10 +38,14 @@ def from_onnx(path: Path, inputs: Sequence[DeclaredInput], most: int | None, out
     if unknown := [name for name in outputs if name not in graph.outputs]:
         has = ", ".join(graph.outputs)
         raise ImportFailed(f"{path}: --outputs: the model has no output {unknown[0]}; it has {has}")
-    subject = _subject(graph.pruned(outputs or graph.outputs), inputs, most)
-    kept, dropped = outputs_of_rows(path, subject, outputs)
+    # Outputs with a row for each row, and the inputs that they need.
+    graph = graph.pruned(outputs or graph.outputs)
+    subject = _subject(graph, inputs, most)
+    rows, dropped = outputs_of_rows(path, subject, [graph.names[name] for name in outputs])
+    kept = [name for name in graph.outputs if graph.names[name] in rows]
+    left = [given.name for given in graph.inputs]
     graph = graph.pruned(kept)
-    left = [given.name for given in subject.inputs if given.name not in {own.name for own in graph.inputs}]
+    left = [name for name in left if name not in {given.name for given in graph.inputs}]
     if dropped or left:
         subject = _subject(graph, [given for given in inputs if given.name not in left], most)
     notes = list(subject.notes)
@@ -62,6 +66,8 @@ def from_onnx(path: Path, inputs: Sequence[DeclaredInput], most: int | None, out
         except ModuleNotFoundError as error:
             notes.append(f"it takes token ids and no texts: its tokenizer needs the package {error.name}")
     subject = replace(subject, tokenizer=tokenizer, pooling=pooling)
+    names = {new: name for name, new in graph.names.items() if new != name}
+    subject = replace(subject, names=names)
     reference = _onnxruntime(path, kept, subject)
     if isinstance(reference, str):
         return replace(subject, notes=(*notes, f"not compared with ONNX Runtime: {reference}"))
@@ -96,7 +102,8 @@ def _inputs(graph: OnnxGraph, asked: Sequence[DeclaredInput]) -> tuple[DeclaredI
     if unknown := [name for name in chosen if name not in own]:
         raise ImportFailed(f"{graph.path}: --input: the model has no input {unknown[0]}; it has {', '.join(own)}")
     return tuple(
-        replace(_input(graph, given, chosen.get(name)), bound=bounds.get(name)) for name, given in own.items()
+        replace(_input(graph, given, chosen.get(name)), name=graph.names[name], bound=bounds.get(name))
+        for name, given in own.items()
     )
 
 
@@ -140,10 +147,9 @@ def _onnxruntime(path: Path, outputs: Sequence[str], subject: Subject) -> Refere
         settings = onnxruntime.SessionOptions()
         settings.log_severity_level = 4
         session = onnxruntime.InferenceSession(path, settings, providers=["CPUExecutionProvider"])
-        taken = [given.name for given in session.get_inputs()]
 
         def answer(inputs: Mapping[str, torch.Tensor]) -> Sequence[torch.Tensor]:
-            given = {name: inputs[name].numpy() for name in taken}
+            given = {subject.names.get(name, name): tensor.numpy() for name, tensor in inputs.items()}
             return [torch.as_tensor(array) for array in session.run(list(outputs), given)]
 
         answer(subject.examples(2, 0))
