@@ -35,9 +35,8 @@ def make(name: str, folder: Path) -> None:
         (folder / "preprocessor_config.json").write_text(json.dumps(described["preprocessor"]))
 
 
-def imported(name: str, root: Path) -> tuple[bool, str]:
-    """Import a folder by its name alone. Returns whether it was, and the largest difference or the reason."""
-    make(name, root / name)
+def imported(path: Path, root: Path, *more: str) -> tuple[bool, str]:
+    """Import a path below a folder. Returns whether it was imported, and the largest difference or the reason."""
     out, errors = io.StringIO(), io.StringIO()
     flags = (
         "--repository",
@@ -48,13 +47,14 @@ def imported(name: str, root: Path) -> tuple[bool, str]:
         "4",
         "--threads",
         "1",
+        *more,
     )
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
-        status = cohabit(["import", str(root / name), *flags])
+        status = cohabit(["import", str(path), *flags])
     if status:
-        return False, errors.getvalue().splitlines()[-1].removeprefix(f"cohabit: {root / name}: ")
+        return False, errors.getvalue().splitlines()[-1].removeprefix("cohabit: ").removeprefix(f"{path}: ")
     lines = [line for line in out.getvalue().splitlines() if line.startswith(("largest difference", "note: "))]
-    difference = lines[0].removeprefix("largest difference from eager PyTorch: ").split(" of ")[0]
+    difference = lines[0].removeprefix("largest difference from ").split(": ")[1].split(" of ")[0]
     return True, "; ".join([difference, *(line.removeprefix("note: ") for line in lines[1:])])
 
 
@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     with tempfile.TemporaryDirectory() as root:
         for name in options.names:
-            done, said = imported(name, Path(root))
+            make(name, Path(root) / name)
+            done, said = imported(Path(root) / name, Path(root))
             rows.append(
                 {
                     "folder": name,
