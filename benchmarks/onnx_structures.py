@@ -1,13 +1,14 @@
 """Structures that are published as ONNX files, with few channels and random weights, each written by an exporter.
 
-Models of transformers come from `architectures.json`. The others are modules as their authors publish them: torchvision's
-and ultralytics' blocks, PaddleOCR's detector, recognizers and classifier, InsightFace's detector and embedder.
+Models of transformers come from `architectures.json`. The others are modules as their authors publish them:
+torchvision's and ultralytics' blocks, PaddleOCR's detector and recognizers, InsightFace's detector and embedder.
 """
 
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -19,25 +20,11 @@ from torch import nn
 
 from benchmarks.imports import ARCHITECTURES
 
-TEXTS = [
-    "bert",
-    "roberta",
-    "distilbert",
-    "albert",
-    "deberta-v2",
-    "electra",
-    "mpnet",
-    "xlm-roberta",
-    "t5-encoder",
-    "gpt2",
-    "gpt-neox",
-    "opt",
-    "llama",
-    "qwen2",
-    "gemma",
-    "phi",
-]
-IMAGES = ["vit", "beit", "swin", "convnext", "resnet", "segformer", "mobilenet-v2", "mobilevit", "dpt"]
+TEXTS = (
+    *("bert", "roberta", "distilbert", "albert", "deberta-v2", "electra", "mpnet", "xlm-roberta", "t5-encoder"),
+    *("gpt2", "gpt-neox", "opt", "llama", "qwen2", "gemma", "phi"),
+)
+IMAGES = ("vit", "beit", "swin", "convnext", "resnet", "segformer", "mobilenet-v2", "mobilevit", "dpt")
 _BATCH = {0: "batch"}
 Inputs = dict[str, torch.Tensor]
 
@@ -57,37 +44,50 @@ class Structure:
     def write(self, path: Path) -> None:
         torch.manual_seed(0)
         module, inputs = self.make()
-        module.eval()
+        _calibrate(module, tuple(inputs.values()))
         with warnings.catch_warnings(), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             warnings.simplefilter("ignore")
             if self.dynamo:
-                shapes = {name: dict.fromkeys(self.axes.get(name, {}), torch.export.Dim.DYNAMIC) for name in inputs}
-                torch.onnx.export(
-                    module,
-                    (),
-                    path,
-                    kwargs=inputs,
-                    dynamo=True,
-                    dynamic_shapes=shapes,
-                    opset_version=self.opset,
-                    verbose=False,
-                    external_data=False,
-                )
+                dims = {name: dict.fromkeys(self.axes.get(name, {}), torch.export.Dim.DYNAMIC) for name in inputs}
+                settings: dict[str, Any] = {"dynamic_shapes": (tuple(dims.values()),), "external_data": False}
             else:
-                outputs = list(self.outputs)
-                axes = {**self.axes, **(dict.fromkeys(outputs, _BATCH) if self.axes else {})}
-                torch.onnx.export(
-                    module,
-                    tuple(inputs.values()),
-                    path,
-                    dynamo=False,
-                    dynamic_axes=axes,
-                    opset_version=self.opset,
-                    input_names=list(inputs),
-                    output_names=outputs,
-                )
+                settings = {"dynamic_axes": {**self.axes, **dict.fromkeys(self.outputs, _BATCH)}}
+            torch.onnx.export(
+                Positional(module) if self.dynamo else module,
+                tuple(inputs.values()),
+                path,
+                dynamo=self.dynamo,
+                opset_version=self.opset,
+                input_names=list(inputs),
+                output_names=list(self.outputs),
+                verbose=False,
+                **settings,
+            )
         if self.after is not None:
             self.after(path)
+
+
+def _calibrate(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Give each batch norm the statistics of the inputs, as training does, and leave the module in eval mode."""
+    module.eval()
+    norms = [own for own in module.modules() if isinstance(own, nn.modules.batchnorm._BatchNorm)]
+    for norm in norms:
+        norm.train()
+        norm.momentum = 1.0
+    with torch.no_grad():
+        module(*inputs)
+    module.eval()
+
+
+class Positional(nn.Module):
+    """Takes any number of inputs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.module(*inputs)
 
 
 class Tensors(nn.Module):
@@ -102,23 +102,16 @@ class Tensors(nn.Module):
         return found[0] if isinstance(found, tuple) else found
 
 
-class Named(Tensors):
-    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
-        return super().forward(*inputs.values())
-
-
-def _of_transformers(
-    name: str, inputs: Inputs, part: str | None = None, dynamo: bool = False
-) -> tuple[nn.Module, Inputs]:
+def _of_transformers(name: str, inputs: Inputs, part: str | None = None) -> tuple[nn.Module, Inputs]:
     described = ARCHITECTURES[name]
     configuration = getattr(transformers, described["config"])(**described["sizes"])
     configuration.use_cache = False
-    # With the newer exporter attention is an operator of torch, with the older one its parts.
     configuration._attn_implementation = "eager"
     model = getattr(transformers, described["model"])(configuration).eval()
     if part is not None:
         model = getattr(model, part)
-    return Tensors(model, tuple(inputs)), inputs
+    drawn = {key: torch.randn(x.shape) if x.is_floating_point() else x for key, x in inputs.items()}
+    return Tensors(model, tuple(inputs)), drawn
 
 
 def _tokens(length: int = 12) -> Inputs:
@@ -129,17 +122,13 @@ def _tokens(length: int = 12) -> Inputs:
 
 
 def _text(name: str, opset: int) -> Structure:
-    axes = {"input_ids": {0: "batch", 1: "sequence"}, "attention_mask": {0: "batch", 1: "sequence"}}
-    return Structure(lambda: _of_transformers(name, _tokens()), axes, opset)
+    return Structure(lambda: _of_transformers(name, _tokens()), _TEXT_AXES, opset)
 
 
 def _image(name: str, opset: int) -> Structure:
     size = ARCHITECTURES[name]["sizes"].get("image_size", 64)
-    return Structure(
-        lambda: _of_transformers(name, {"pixel_values": torch.randn(2, 3, size, size)}),
-        {"pixel_values": _BATCH},
-        opset,
-    )
+    inputs = {"pixel_values": torch.zeros(2, 3, size, size)}
+    return Structure(partial(_of_transformers, name, inputs), {"pixel_values": _BATCH}, opset)
 
 
 def _conv(
@@ -250,7 +239,7 @@ class PyramidPooling(nn.Module):
 
 
 class Yolo(nn.Module):
-    """A backbone, a neck that enlarges, and a head of the fifth (anchors) or eighth version (distributions of edges)."""
+    """A backbone, a neck that enlarges, and a head of version 5 (anchors) or 8 (distributions of edges)."""
 
     def __init__(self, version: int) -> None:
         super().__init__()
@@ -314,25 +303,35 @@ class TextDetector(nn.Module):
         return self.head(torch.cat(joined, 1))
 
 
+class Attention(nn.Module):
+    """SVTR's."""
+
+    def __init__(self, c: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out, self.norm = heads, nn.Linear(c, 3 * c), nn.Linear(c, c), nn.LayerNorm(c)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, length, c = x.shape
+        q, k, v = self.qkv(x).reshape(n, length, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)
+        weights = (q * (c // self.heads) ** -0.5 @ k.transpose(-1, -2)).softmax(-1)
+        return self.norm(x + self.out((weights @ v).permute(0, 2, 1, 3).reshape(n, length, c)))
+
+
 class TextRecognizer(nn.Module):
     """PP-OCR's: convolutions to one row, then two LSTMs, or attention as in SVTR, then the probabilities for CTC."""
 
     def __init__(self, recurrent: bool) -> None:
         super().__init__()
-        swish = nn.Hardswish()
+        swish, self.recurrent = nn.Hardswish(), recurrent
         self.convs = nn.Sequential(
             _conv(3, 8, 3, 2, act=swish), InvertedResidual(8, 16, 2, swish), nn.AvgPool2d((4, 1), (4, 1))
         )
-        self.lstm = nn.LSTM(16, 12, 2, bidirectional=True, batch_first=True) if recurrent else None
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(24 if recurrent else 16, 30)
+        self.body = nn.LSTM(16, 8, 2, bidirectional=True, batch_first=True) if recurrent else Attention(16, 2)
+        self.head = nn.Linear(16, 30)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = self.convs(x).squeeze(2).permute(0, 2, 1)
-        if self.lstm is not None:
-            rows = self.lstm(rows)[0]
-        else:
-            rows = self.norm(rows + self.attention(rows, rows, rows, need_weights=False)[0])
+        rows = self.body(rows)[0] if self.recurrent else self.body(rows)
         return self.head(rows).softmax(2)
 
 
@@ -405,7 +404,7 @@ def _vision(make: Callable[[], nn.Module], size: int = 64, **more: Any) -> Struc
 def _quantized_dynamically(path: Path) -> None:
     from onnxruntime.quantization import quantize_dynamic
 
-    quantize_dynamic(path, path)
+    quantize_dynamic(path, path, reduce_range=True)  # as ONNX Runtime advises for processors without VNNI
 
 
 def _quantized_statically(path: Path) -> None:
@@ -437,62 +436,67 @@ def _with_suppression(path: Path) -> None:
     onnx.save(model, path)
 
 
+def _clip_image(name: str, **more: Any) -> Structure:
+    inputs = {"pixel_values": torch.zeros(2, 3, 32, 32)}
+    make = partial(_of_transformers, name, inputs, "vision_model")
+    return Structure(make, {"pixel_values": _BATCH}, **more)
+
+
+def _row(shape: tuple[int, ...], make: Callable[[], nn.Module], **more: Any) -> Structure:
+    return Structure(lambda: (make(), {"x": torch.randn(shape)}), {"x": _BATCH}, **more)
+
+
+def _shufflenet() -> nn.Module:
+    return nn.Sequential(
+        _conv(3, 16, 3, 2, act=nn.ReLU()), nn.MaxPool2d(3, 2, 1), ShuffleUnit(8), ShuffleUnit(8), _conv(16, 8, 1)
+    )
+
+
+def _squeezenet() -> nn.Module:
+    head = [nn.Conv2d(16, 10, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    pool = nn.MaxPool2d(3, 2, ceil_mode=True)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2), nn.ReLU(), pool, Fire(8, 8), Fire(16, 8), nn.Dropout(), *head)
+
+
+def _densenet() -> nn.Module:
+    transition = [nn.BatchNorm2d(24), nn.ReLU(), nn.Conv2d(24, 8, 1), nn.AvgPool2d(2)]
+    return nn.Sequential(_conv(3, 8, 7, 2, act=nn.ReLU()), DenseLayer(8), DenseLayer(16), *transition)
+
+
+_SCRFD = tuple(f"{kind}_{stride}" for kind in ("score", "bbox", "kps") for stride in (8, 16))
+_VOICE = {"input": torch.zeros(2, 512), "h": torch.zeros(2, 12), "c": torch.zeros(2, 12)}
+_TEXT_AXES = {name: {0: "batch", 1: "sequence"} for name in ("input_ids", "attention_mask")}
 STRUCTURES: dict[str, Structure] = {
-    **{name: _text(name, 14 + n % 4) for n, name in enumerate(TEXTS)},
-    **{name: _image(name, 14 + n % 4) for n, name in enumerate(IMAGES)},
-    "clip text": Structure(
-        lambda: _of_transformers("clip", _tokens(), "text_model"),
-        {"input_ids": {0: "batch", 1: "sequence"}, "attention_mask": {0: "batch", 1: "sequence"}},
+    **{name: _text(name, opset=14 + number % 4) for number, name in enumerate(TEXTS)},
+    **{name: _image(name, opset=14 + number % 4) for number, name in enumerate(IMAGES)},
+    "clip text": Structure(lambda: _of_transformers("clip", _tokens(), "text_model"), _TEXT_AXES),
+    "clip image": _clip_image("clip"),
+    "siglip image": _clip_image("siglip", opset=18, dynamo=True),
+    "ast": _row((2, 64, 32), lambda: _of_transformers("ast", {"input_values": torch.zeros(0)})[0]),
+    "patchtst": _row(
+        (2, 32, 3), lambda: _of_transformers("patchtst", {"past_values": torch.zeros(0)})[0], opset=20, dynamo=True
     ),
-    "clip image": Structure(
-        lambda: _of_transformers("clip", {"pixel_values": torch.randn(2, 3, 32, 32)}, "vision_model"), {"pixel_values": _BATCH}
-    ),
-    "siglip image": Structure(
-        lambda: _of_transformers("siglip", {"pixel_values": torch.randn(2, 3, 32, 32)}, "vision_model"),
-        {"pixel_values": _BATCH},
-        18,
-        dynamo=True,
-    ),
-    "ast": Structure(lambda: _of_transformers("ast", {"input_values": torch.randn(2, 64, 32)}), {"input_values": _BATCH}),
-    "patchtst": Structure(lambda: _of_transformers("patchtst", {"past_values": torch.randn(2, 32, 3)}), {"past_values": _BATCH}),
     "mobilenet_v3": _vision(mobilenet_v3, opset=14),
-    "shufflenet_v2": _vision(
-        lambda: nn.Sequential(_conv(3, 16, 3, 2, act=nn.ReLU()), nn.MaxPool2d(3, 2, 1), ShuffleUnit(8), ShuffleUnit(8)),
-        opset=11,
-    ),
-    "squeezenet": _vision(
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 3, 2), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True), Fire(8, 8), Fire(16, 8), nn.Dropout(),
-            nn.Conv2d(16, 10, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-        ),
-        opset=11,
-    ),
-    "densenet": _vision(
-        lambda: nn.Sequential(_conv(3, 8, 7, 2, act=nn.ReLU()), DenseLayer(8), DenseLayer(16), nn.AvgPool2d(2), nn.Conv2d(24, 8, 1)),
-        opset=20,
-        dynamo=True,
-    ),
+    "shufflenet_v2": _vision(_shufflenet, opset=11),
+    "squeezenet": _vision(_squeezenet, opset=11),
+    "densenet": _vision(_densenet, opset=20, dynamo=True),
     "yolov5": _vision(lambda: Yolo(5), opset=12),
     "yolov8": _vision(lambda: Yolo(8), opset=19),
     "yolov8, newer exporter": _vision(lambda: Yolo(8), opset=22, dynamo=True),
     "pp-ocr detector": _vision(TextDetector, opset=11),
-    "pp-ocr recognizer (LSTM)": Structure(
-        lambda: (TextRecognizer(True), {"x": torch.randn(2, 3, 16, 64)}), {"x": _BATCH}, 12
-    ),
-    "pp-ocr recognizer (attention)": Structure(
-        lambda: (TextRecognizer(False), {"x": torch.randn(2, 3, 16, 64)}), {"x": {0: "batch", 3: "width"}}, 14
-    ),
-    "scrfd": _vision(FaceDetector, opset=11, outputs=tuple(f"{kind}_{n}" for kind in ("score", "bbox", "kps") for n in (8, 16))),
+    "pp-ocr recognizer (LSTM)": _row((2, 3, 16, 64), lambda: TextRecognizer(True), opset=12),
+    "pp-ocr recognizer (attention)": _row((2, 3, 16, 64), lambda: TextRecognizer(False), opset=14),
+    "scrfd": _vision(FaceDetector, opset=11, outputs=_SCRFD),
     "arcface": _vision(FaceEmbedder, 32, opset=11),
-    "lstm forecaster": Structure(lambda: (Recurrent(nn.LSTM), {"x": torch.randn(2, 10, 8)}), {"x": _BATCH}, 13),
-    "gru keyword": Structure(lambda: (Recurrent(nn.GRU, True), {"x": torch.randn(2, 10, 8)}), {"x": _BATCH}, 13),
+    "lstm forecaster": _row((2, 10, 8), lambda: Recurrent(nn.LSTM), opset=13),
+    "gru keyword": _row((2, 10, 8), lambda: Recurrent(nn.GRU, True), opset=13),
     "voice activity": Structure(
-        lambda: (VoiceActivity(), {"input": torch.randn(2, 512), "h": torch.randn(2, 12), "c": torch.randn(2, 12)}),
-        dict.fromkeys(("input", "h", "c"), _BATCH),
+        lambda: (VoiceActivity(), {name: torch.randn_like(x) for name, x in _VOICE.items()}),
+        dict.fromkeys(_VOICE, _BATCH),
         16,
         outputs=("output", "hn", "cn"),
     ),
-    "bert, int8 (dynamic)": Structure(_text("bert", 17).make, _text("bert", 17).axes, 17, after=_quantized_dynamically),
+    "bert, int8 (dynamic)": replace(_text("bert", opset=17), after=_quantized_dynamically),
     "mobilenet_v3, int8 (QDQ)": _vision(mobilenet_v3, opset=14, after=_quantized_statically),
     "yolov5 with suppression": _vision(lambda: Yolo(5), opset=12, after=_with_suppression),
-}  # fmt: skip
+}
