@@ -14,6 +14,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, inliner, nu
 
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.folder_files import own_roots
+from cohabit.server.importing.onnx.indexing import with_pairs
 from cohabit.server.importing.onnx.operators import (
     arithmetic,
     contributed,
@@ -144,7 +145,7 @@ def read_graph(path: Path) -> OnnxGraph:
     inputs = tuple(_input(path, given) for given in graph.input if given.name not in constants)
     outputs = tuple(given.name for given in graph.output)
     _require_complete(path, nodes, {*constants, *(given.name for given in inputs)}, outputs)
-    return OnnxGraph(path, tuple(nodes), constants, inputs, outputs)
+    return OnnxGraph(path, tuple(with_pairs(nodes, constants)), constants, inputs, outputs)
 
 
 def _opsets(path: Path, model: ModelProto) -> dict[str, int]:

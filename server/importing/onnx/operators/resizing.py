@@ -31,13 +31,11 @@ def _resize(call: Call) -> Value:
     for index, axis in enumerate(axes):
         size = x.shape[axis]
         if wanted is not None:
-            new, scale = wanted[index], wanted[index] / size
-        else:
-            assert scales is not None
+            if wanted[index] != size:
+                resized[axis] = wanted[index], wanted[index] / size
+        elif scales is not None and scales[index] != 1.0:
             scale = scales[index]
-            new = size * int(scale) if scale == int(scale) else torch.sym_int(size * scale)
-        if not (isinstance(scale, float | int) and scale == 1.0) and new is not size:
-            resized[axis] = new, scale
+            resized[axis] = size * int(scale) if scale == int(scale) else torch.sym_int(size * scale), scale
     if not resized:
         return x
     given = None if scales is None else [resized[axis][1] if axis in resized else 1.0 for axis in range(2, x.dim())]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cohabit.server.importing.onnx.indexing import PAIRS
 from cohabit.server.importing.onnx.known import MOST_NUMBERS, Known
 from cohabit.server.importing.onnx.registry import Call, Value, operator_of
 
@@ -219,6 +220,12 @@ def _gather(call: Call) -> Value:
     if not isinstance(indices, Known) or min(indices.list) < 0:
         index = torch.where(index < 0, index + x.shape[axis], index)
     return x[(*[slice(None)] * (axis % x.dim()), index.long())]
+
+
+@operator_of(PAIRS)
+def _gather_pairs(call: Call) -> Value:
+    x = call.tensor(0)
+    return (x.flatten(2) if x.dim() > 2 else x[..., None])[call.tensor(1), call.tensor(2)]
 
 
 @operator_of("GatherElements")
