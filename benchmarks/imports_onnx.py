@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             structure = STRUCTURES[name]
             path = Path(root) / f"model_{number}.onnx"
             structure.write(path)
-            done, said = imported(path, Path(root))
+            done, said = imported(path, Path(root), *structure.flags)
             rows.append(
                 {
                     "structure": name,

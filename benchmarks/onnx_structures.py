@@ -26,6 +26,7 @@ TEXTS = (
 )
 IMAGES = ("vit", "beit", "swin", "convnext", "resnet", "segformer", "mobilenet-v2", "mobilevit", "dpt")
 _BATCH = {0: "batch"}
+_TOKENS = ("--max-sequence-length", "32")
 Inputs = dict[str, torch.Tensor]
 
 
@@ -38,6 +39,8 @@ class Structure:
     dynamo: bool = False
     """Whether torch's newer exporter writes it."""
     outputs: tuple[str, ...] = ("output",)
+    flags: tuple[str, ...] = ()
+    """Of `cohabit import`."""
     after: Callable[[Path], None] | None = None
     """Changes the file, as a tool does after the exporter."""
 
@@ -122,7 +125,7 @@ def _tokens(length: int = 12) -> Inputs:
 
 
 def _text(name: str, opset: int) -> Structure:
-    return Structure(lambda: _of_transformers(name, _tokens()), _TEXT_AXES, opset)
+    return Structure(lambda: _of_transformers(name, _tokens()), _TEXT_AXES, opset, flags=_TOKENS)
 
 
 def _image(name: str, opset: int) -> Structure:
@@ -463,13 +466,16 @@ def _densenet() -> nn.Module:
     return nn.Sequential(_conv(3, 8, 7, 2, act=nn.ReLU()), DenseLayer(8), DenseLayer(16), *transition)
 
 
+_CLIP_TOKENS = ("--max-sequence-length", "16")
 _SCRFD = tuple(f"{kind}_{stride}" for kind in ("score", "bbox", "kps") for stride in (8, 16))
 _VOICE = {"input": torch.zeros(2, 512), "h": torch.zeros(2, 12), "c": torch.zeros(2, 12)}
 _TEXT_AXES = {name: {0: "batch", 1: "sequence"} for name in ("input_ids", "attention_mask")}
 STRUCTURES: dict[str, Structure] = {
     **{name: _text(name, opset=14 + number % 4) for number, name in enumerate(TEXTS)},
     **{name: _image(name, opset=14 + number % 4) for number, name in enumerate(IMAGES)},
-    "clip text": Structure(lambda: _of_transformers("clip", _tokens(), "text_model"), _TEXT_AXES),
+    "clip text": Structure(
+        lambda: _of_transformers("clip", _tokens(), "text_model"), _TEXT_AXES, flags=_CLIP_TOKENS
+    ),
     "clip image": _clip_image("clip"),
     "siglip image": _clip_image("siglip", opset=18, dynamo=True),
     "ast": _row((2, 64, 32), lambda: _of_transformers("ast", {"input_values": torch.zeros(0)})[0]),

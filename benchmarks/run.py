@@ -58,6 +58,7 @@ COMMANDS = {
     "budget-jobs": "budget_jobs --record",
     "training-budget": "training --record-as training-budget --record",
     "imports": "imports --record",
+    "imports-onnx": "imports_onnx --record",
     "elastic": "elastic --turns 2 --record",
     "capacity": "capacity --record",
     "tiling": "tiling --record",

@@ -86,6 +86,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         {"server", "runtime", "planner.errors", "planner.parts"},
         {"huggingface_hub", "msgspec", "numpy", "safetensors", "tokenizers", "torch", "transformers"},
     ),
+    "server.importing.onnx": ({"server.errors", "server.importing"}, {"numpy", "onnx", "onnxruntime", "torch"}),
     "server.capacity": ({"server", "page", "planner"}, {"msgspec", "numpy"}),
     "server.view": ({"server", "page.document", "planner.errors"}, {"msgspec"}),
     "server.view.analysis": ({"server", "planner"}, set()),

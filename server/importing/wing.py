@@ -6,7 +6,7 @@ PARTS: Parts = {
     "cohabit.commands": {
         "import": Part(
             "cohabit.server.commands.import_model",
-            "make a repository entry of a Hugging Face model, a torch.nn.Module or a checkpoint",
+            "make a repository entry of a Hugging Face or ONNX model, a torch.nn.Module or a checkpoint",
         )
     }
 }

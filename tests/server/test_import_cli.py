@@ -55,7 +55,14 @@ for arguments in sys.argv[1].split(";"):
 assert "torch" not in sys.modules
 """
     made = "--factory tests:linear"
-    commands = ["a.gguf", f"b.bin {made}", "c.onnx", "d.h5", f"e.safetensors {made}", f"f.safetensors {made}"]
+    commands = [
+        "a.gguf",
+        f"b.bin {made}",
+        f"c.onnx {made}",
+        "d.h5",
+        f"e.safetensors {made}",
+        f"f.safetensors {made}",
+    ]
     commands += ["folder", "nowhere.pt", "nowhere.py:make", "nowhere", "no_such_package:make"]
     commands = [f"import {command}" for command in commands]
     commands += ["check g.pt", "check c.onnx", "plan a.gguf --memory 1MiB", "plan whole.safetensors --memory 25%"]

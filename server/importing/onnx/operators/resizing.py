@@ -1,4 +1,4 @@
-"""Resize and Upsample: F.interpolate where it computes the same, else weighted sums of selected rows and columns."""
+"""Resize: F.interpolate where it computes the same, else weighted sums of selected rows and columns."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,15 +13,14 @@ _LINEAR = ("", "", "", "linear", "bilinear", "trilinear")
 """F.interpolate's names of linear interpolation, by the number of dimensions."""
 
 
-@operator_of("Resize", "Upsample")
+@operator_of("Resize")
 def _resize(call: Call) -> Value:
     x, mode = call.tensor(), call.attr("mode", "nearest")
-    is_resize = call.node.op == "Resize"
-    scales = call.sizes("scales", 2 if is_resize else 1) or None
-    wanted = call.sizes("sizes", 3) if is_resize and not scales else None
+    scales = call.sizes("scales", 2) or None
+    wanted = None if scales else call.sizes("sizes", 3)
     axes = [axis % x.dim() for axis in call.attr("axes") or range(x.dim())]
     call.require(call.attr("keep_aspect_ratio_policy", "stretch") == "stretch", "keep_aspect_ratio_policy")
-    rule = call.attr("coordinate_transformation_mode", "half_pixel") if is_resize else "asymmetric"
+    rule = call.attr("coordinate_transformation_mode", "half_pixel")
     rule = "half_pixel" if rule == "half_pixel_symmetric" and scales is None else rule
     call.require(rule in _SOURCES, f"coordinate_transformation_mode={rule}")
     call.require(not call.attr("antialias", 0), "antialias")
@@ -57,7 +56,7 @@ def _interpolated(
         return None
     given: dict[str, Any] = {"size": new} if scales is None else {"scale_factor": scales}
     if mode == "nearest":
-        rounded = "floor" if call.node.op == "Upsample" else call.attr("nearest_mode", "round_prefer_floor")
+        rounded = call.attr("nearest_mode", "round_prefer_floor")
         doubles = scales is not None and all(scale in (1.0, 2.0) for scale in scales)
         if (rule == "asymmetric" and rounded == "floor") or (
             rule == "half_pixel" and doubles and rounded.startswith("round")
@@ -97,8 +96,7 @@ def _along(call: Call, x: Tensor, axis: int, mode: str, place: Tensor) -> Tensor
         return x.index_select(axis, index.clamp(0, size - 1).long())
 
     if mode == "nearest":
-        rule = call.attr("nearest_mode", "round_prefer_floor") if call.node.op == "Resize" else "floor"
-        return at(_ROUNDED[rule](place))
+        return at(_ROUNDED[call.attr("nearest_mode", "round_prefer_floor")](place))
     shape = [-1, *[1] * (x.dim() - 1 - axis)]
     if mode == "linear":
         place = place.clamp(0, size - 1)

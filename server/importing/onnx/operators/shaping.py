@@ -253,7 +253,7 @@ def _gather_nd(call: Call) -> Value:
 _SCATTERED = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
-@operator_of("ScatterElements", "Scatter")
+@operator_of("ScatterElements")
 def _scatter_elements(call: Call) -> Value:
     x, index, updates = call.tensor(0), call.tensor(1), call.tensor(2)
     axis, reduction = call.attr("axis", 0), call.attr("reduction", "none")
