@@ -255,7 +255,7 @@ class Yolo(nn.Module):
         outputs = 3 * (5 + self.classes) if version == 5 else 64 + self.classes
         self.heads = nn.ModuleList([nn.Conv2d(16, outputs, 1), nn.Conv2d(32, outputs, 1)])
         self.bins = nn.Conv2d(16, 1, 1, bias=False)
-        self.register_buffer("anchors", torch.rand(2, 1, 3, 1, 1, 2) * 8)
+        self.anchors = nn.Buffer(torch.rand(2, 1, 3, 1, 1, 2) * 8)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         small = self.two(large := self.one(images))

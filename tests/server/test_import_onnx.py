@@ -142,12 +142,11 @@ ELEMENTWISE = [
     Case("Elu", [X], alpha=0.5),
     Case("Celu", [X], alpha=0.5),
     Case("Selu", [X]),
-    Case("ThresholdedRelu", [X], alpha=0.3),
     Case("HardSigmoid", [X], alpha=1 / 6),
     Case("PRelu", [IMAGE], normal(4, 1, 1)),
     Case("PRelu", [X], normal(4)),
     *(Case("Gelu", [X], opset=20, approximate=approximate) for approximate in ("none", "tanh")),
-    *(Case(op, [X], opset=opset) for op in ("Softmax", "LogSoftmax", "Hardmax") for opset in (11, 13)),
+    *(Case(op, [X], opset=opset) for op in ("Softmax", "LogSoftmax") for opset in (11, 13)),
     *(Case(op, [X], axis=1, opset=opset) for op in ("Softmax", "LogSoftmax") for opset in (11, 13)),
     Case("CumSum", [X], np.array(1), exclusive=1, reverse=1),
     Case("CumSum", [X], np.array(-1)),
@@ -200,7 +199,6 @@ PRODUCTS = [
     Case("LayerNormalization", [X], normal(4), normal(4), outputs=3),
     Case("LRN", [IMAGE], size=3, alpha=0.1),
     Case("LpNormalization", [X], axis=1, p=2),
-    Case("MeanVarianceNormalization", [IMAGE], axes=[0, 2, 3]),
     Case("GridSample", [IMAGE, positive(2, 3, 3, 2) * 3 - 1.5], align_corners=0, opset=16),
     Case("GridSample", [IMAGE, positive(2, 3, 3, 2) * 3 - 1.5], mode="nearest", padding_mode="border", opset=16),
 ]
@@ -249,7 +247,6 @@ SHAPING = [
     *(Case("DepthToSpace", [IMAGE], blocksize=2, mode=mode) for mode in ("DCR", "CRD")),
     Case("SpaceToDepth", [normal(1, 2, 4, 6)], blocksize=2),
     Case("Trilu", [X], np.array(1), upper=0),
-    Case("EyeLike", [normal(3, 4)], k=1),
     Case("Range", [], np.array(1), np.array(9), np.array(2)),
     Case("ConstantOfShape", [], ints(2, 3), value=numpy_helper.from_array(ints(7))),
 ]
@@ -448,7 +445,7 @@ class Drawn:
         self.values.append(self.add("Slice", more, one, last, one))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_random_graph_is_exported_for_every_batch_and_length(seed: int, tmp_path: Path) -> None:
     drawn = Drawn(seed)
     path, dims = tmp_path / "drawn.onnx", {"x": ["batch", "tokens", 4]}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cohabit.server.errors import ImportFailed
-from cohabit.server.importing.onnx.known import MOST_NUMBERS, Known
+from cohabit.server.importing.onnx.known import MOST_NUMBERS, Known, evaluate
 from cohabit.server.importing.onnx.reading import OnnxGraph, type_of
 from cohabit.server.importing.onnx.registry import OPERATORS, Call, OnnxNode, Value
 from cohabit.server.importing.subject import Tensors, reason_of, with_signature
@@ -80,8 +80,12 @@ class OnnxModule(nn.Module):
     def _results(self, node: OnnxNode, values: Mapping[str, Value]) -> dict[str, Value]:
         given = [values[name] if name else None for name in node.inputs]
         constant = tuple(name in self._constant for name in node.inputs)
+        known = [value for value in given if isinstance(value, Known)]
         try:
-            found = OPERATORS[node.op](Call(node, given, constant, self._dtype))
+            number = (
+                evaluate(node.op, known) if known and len(known) == len(given) and not node.attributes else None
+            )
+            found = OPERATORS[node.op](Call(node, given, constant, self._dtype)) if number is None else number
         except Exception as error:  # torch's, of any class
             if "data-dependent" in str(error):
                 reason = "a size depends on values of the inputs, not only on their sizes"

@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,10 @@ import torch
 
 from cohabit.server.errors import ImportFailed
 
+sym_float: Callable[[Any], Any] = torch.sym_float
+sym_int: Callable[[Any], Any] = torch.sym_int
+sym_max: Callable[[Any, Any], Any] = torch.sym_max
+sym_min: Callable[[Any, Any], Any] = torch.sym_min
 MOST_NUMBERS = 256
 """Larger constants are tensors only."""
 
@@ -52,16 +57,8 @@ class Known:
             return self.weight
         if self.is_concrete:
             return torch.tensor(self.numbers.tolist(), dtype=self.dtype)
-        parts = [torch.full((), number, dtype=self.dtype) for number in self.numbers.flat]
+        parts = [torch.full((), number, dtype=self.dtype) for number in self.list]
         return torch.stack(parts).reshape(self.numbers.shape)
-
-
-class NotKnown(Exception):
-    """An operator cannot be computed with numbers; its inputs are to be tensors."""
-
-
-def is_float(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point
 
 
 def _rounded(number: Any, dtype: torch.dtype) -> Any:
@@ -69,11 +66,8 @@ def _rounded(number: Any, dtype: torch.dtype) -> Any:
     return float(np.float32(number)) if dtype is torch.float32 and isinstance(number, float) else number
 
 
-def _elementwise(function: Callable[..., Any], result: torch.dtype | None, values: Sequence[Known]) -> Known:
-    dtype = values[0].dtype if result is None else result
+def _elementwise(function: Callable[..., Any], dtype: torch.dtype, values: Sequence[Known]) -> Known:
     arrays = [value.numbers for value in values]
-    if math.prod(np.broadcast_shapes(*(array.shape for array in arrays))) > MOST_NUMBERS:
-        raise NotKnown
     found = np.frompyfunc(lambda *given: _rounded(function(*given), dtype), len(arrays), 1)(*arrays)
     return Known(np.asarray(found, dtype=object), dtype)
 
@@ -91,24 +85,25 @@ def cast(number: Any, dtype: torch.dtype) -> Any:
     """Convert a number, which may be a symbol, to a type."""
     if dtype is torch.bool:
         return number != 0
-    if is_float(dtype):
-        return torch.sym_float(number)
-    return torch.sym_int(number)
+    if dtype.is_floating_point:
+        return sym_float(number)
+    return sym_int(number)
 
 
 _NUMERIC: Mapping[str, Callable[..., Any]] = {
     "Add": operator.add,
     "Sub": operator.sub,
     "Mul": operator.mul,
+    "Mod": operator.mod,
     "Div": _divided,
     "Neg": operator.neg,
     "Abs": abs,
     "Pow": operator.pow,
-    "Min": torch.sym_min,
-    "Max": torch.sym_max,
-    "Floor": lambda n: torch.sym_float(math.floor(n)),
-    "Ceil": lambda n: torch.sym_float(math.ceil(n)),
-    "Round": lambda n: torch.sym_float(round(n)),
+    "Min": sym_min,
+    "Max": sym_max,
+    "Floor": lambda n: sym_float(math.floor(n)),
+    "Ceil": lambda n: sym_float(math.ceil(n)),
+    "Round": lambda n: sym_float(round(n)),
     "Sqrt": lambda n: math.sqrt(n) if isinstance(n, int | float) else torch.sym_sqrt(n),
     "Reciprocal": lambda n: 1.0 / n,
 }
@@ -125,26 +120,20 @@ _LOGICAL: Mapping[str, Callable[..., Any]] = {
 _VARIADIC = ("Min", "Max")
 
 
-def evaluate(op: str, values: Sequence[Known]) -> Known:
-    """Compute an elementwise operator with numbers. Raises NotKnown for other operators."""
-    try:
-        if op in _VARIADIC:
-            found = values[0]
-            for value in values[1:]:
-                found = _elementwise(_NUMERIC[op], found.dtype, (found, value))
-            return found
-        if op == "Mod":
-            return _elementwise(operator.mod, None, values)
-        if op in _NUMERIC:
-            return _elementwise(_NUMERIC[op], None, values)
-        if op in _LOGICAL:
-            return _elementwise(_LOGICAL[op], torch.bool, values)
-    except (ZeroDivisionError, OverflowError, ValueError, TypeError) as error:
-        raise NotKnown from error
+def evaluate(op: str, values: Sequence[Known]) -> Known | None:
+    """Compute an elementwise operator without attributes; None for other operators, and for large results."""
+    if math.prod(np.broadcast_shapes(*(value.numbers.shape for value in values))) > MOST_NUMBERS:
+        return None
+    dtype = values[0].dtype
+    if op in _VARIADIC:
+        return reduce(lambda a, b: _elementwise(_NUMERIC[op], dtype, (a, b)), values)
+    if op in _NUMERIC:
+        return _elementwise(_NUMERIC[op], dtype, values)
+    if op in _LOGICAL:
+        return _elementwise(_LOGICAL[op], torch.bool, values)
     if op == "Where":
-        condition, chosen, other = values
-        return _elementwise(lambda c, a, b: a if c else b, chosen.dtype, (condition, chosen, other))
-    raise NotKnown
+        return _elementwise(lambda condition, a, b: a if condition else b, values[1].dtype, values)
+    return None
 
 
 def sizes(value: Any, what: str) -> list[Any]:

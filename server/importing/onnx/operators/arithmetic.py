@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cohabit.server.importing.onnx.known import Known, NotKnown, cast, evaluate
+from cohabit.server.importing.onnx.known import Known, cast, sym_max, sym_min
 from cohabit.server.importing.onnx.registry import OPERATORS, Call, Operator, Value, operator_of
 
 
@@ -25,31 +25,17 @@ def _operand(value: Value, other: Value) -> Any:
 def _binary(function: Callable[[Any, Any], Any]) -> Operator:
     def compute(call: Call) -> Value:
         values = [value for value in call.values if value is not None]
-        if all(isinstance(value, Known) for value in values):
-            try:
-                return evaluate(call.node.op, [value for value in values if isinstance(value, Known)])
-            except NotKnown:
-                pass
         found = values[0]
         for value in values[1:]:
             result: Value = function(_operand(found, value), _operand(value, found))
             found = result
-        return found if len(values) > 1 else call.tensor()
+        return found
 
     return compute
 
 
 def _unary(function: Callable[[Tensor], Tensor]) -> Operator:
-    def compute(call: Call) -> Value:
-        value = call.value(0)
-        if isinstance(value, Known):
-            try:
-                return evaluate(call.node.op, [value])
-            except NotKnown:
-                pass
-        return function(call.tensor())
-
-    return compute
+    return lambda call: function(call.tensor())
 
 
 def _tensor_of(value: Any, other: Any) -> Tensor:
@@ -130,9 +116,7 @@ OPERATORS.update({name: _unary(function) for name, function in _UNARY.items()})
 
 @operator_of("Pow")
 def _pow(call: Call) -> Value:
-    base, exponent = call.value(0), call.value(1)
-    if isinstance(base, Known) and isinstance(exponent, Known):
-        return evaluate("Pow", [base, exponent])
+    exponent = call.value(1)
     number = exponent.number if isinstance(exponent, Known) and exponent.numbers.ndim == 0 else None
     x = call.tensor(0)
     return torch.pow(x, call.tensor(1) if number is None else number).to(x.dtype)
@@ -140,10 +124,8 @@ def _pow(call: Call) -> Value:
 
 @operator_of("Mod")
 def _mod(call: Call) -> Value:
-    a, b = call.value(0), call.value(1)
-    if isinstance(a, Known) and isinstance(b, Known) and not call.attr("fmod", 0):
-        return evaluate("Mod", [a, b])
-    return (torch.fmod if call.attr("fmod", 0) else torch.remainder)(call.tensor(0), call.tensor(1))
+    function = torch.fmod if call.attr("fmod", 0) else torch.remainder
+    return function(call.tensor(0), call.tensor(1))
 
 
 @operator_of("Mean")
@@ -154,16 +136,8 @@ def _mean(call: Call) -> Value:
 
 @operator_of("Where")
 def _where(call: Call) -> Value:
-    values = [call.value(index) for index in range(3)]
-    known = [value for value in values if isinstance(value, Known)]
-    if len(known) == 3:
-        try:
-            return evaluate("Where", known)
-        except NotKnown:
-            pass
-    chosen, other = values[1:]
-    a, b = _operand(chosen, other), _operand(other, chosen)
-    return torch.where(call.tensor(0), a, b)
+    chosen, other = call.value(1), call.value(2)
+    return torch.where(call.tensor(0), _operand(chosen, other), _operand(other, chosen))
 
 
 @operator_of("Cast", "CastLike")
@@ -199,7 +173,8 @@ def _clip(call: Call) -> Value:
             continue
         value = call.value(index)
         number = value.number if isinstance(value, Known) else None
-        x = bound(x, call.tensor(index)) if number is None else torch.clamp(x, **{name: number})
+        limits: dict[str, Any] = {name: number}
+        x = bound(x, call.tensor(index)) if number is None else torch.clamp(x, **limits)
     return x
 
 
@@ -221,12 +196,7 @@ def _celu(call: Call) -> Value:
 @operator_of("Selu")
 def _selu(call: Call) -> Value:
     alpha, gamma = call.attr("alpha", 1.6732631921768188), call.attr("gamma", 1.0507010221481323)
-    return gamma * F.elu(call.tensor(), alpha)
-
-
-@operator_of("ThresholdedRelu")
-def _thresholded_relu(call: Call) -> Value:
-    return F.threshold(call.tensor(), call.attr("alpha", 1.0), 0.0)
+    return F.elu(call.tensor(), alpha) * float(gamma)
 
 
 @operator_of("HardSigmoid")
@@ -248,19 +218,14 @@ def _gelu(call: Call) -> Value:
     return F.gelu(call.tensor(), approximate=call.attr("approximate", "none"))
 
 
-@operator_of("Softmax", "LogSoftmax", "Hardmax")
+@operator_of("Softmax", "LogSoftmax")
 def _softmax(call: Call) -> Value:
     x = call.tensor()
     axis = call.attr("axis", -1 if call.node.opset >= 13 else 1)
-    functions = {"Softmax": torch.softmax, "LogSoftmax": torch.log_softmax, "Hardmax": _hardmax}
-    function = functions[call.node.op]
+    function: Callable[[Tensor, int], Tensor] = torch.softmax if call.node.op == "Softmax" else torch.log_softmax
     if call.node.opset >= 13 or axis % x.dim() == x.dim() - 1:
         return function(x, axis)
     return function(x.flatten(axis), axis).reshape(x.shape)  # of all the dimensions from `axis` on
-
-
-def _hardmax(x: Tensor, axis: int) -> Tensor:
-    return F.one_hot(x.argmax(axis), x.shape[axis]).movedim(-1, axis).to(x.dtype)
 
 
 @operator_of("MatMul")
@@ -315,8 +280,8 @@ _REDUCTIONS: Mapping[str, Callable[[Tensor, list[int], bool], Tensor]] = {
 _OF_NUMBERS: Mapping[str, Callable[[Any, Any], Any]] = {
     "ReduceProd": operator.mul,
     "ReduceSum": operator.add,
-    "ReduceMax": torch.sym_max,
-    "ReduceMin": torch.sym_min,
+    "ReduceMax": sym_max,
+    "ReduceMin": sym_min,
 }
 
 
@@ -341,7 +306,7 @@ def _reduce(call: Call) -> Value:
 @operator_of("ArgMax", "ArgMin")
 def _arg(call: Call) -> Value:
     x, axis, keep = call.tensor(), call.attr("axis", 0), bool(call.attr("keepdims", 1))
-    function = torch.argmax if call.node.op == "ArgMax" else torch.argmin
+    function: Callable[..., Tensor] = torch.argmax if call.node.op == "ArgMax" else torch.argmin
     if not call.attr("select_last_index", 0):
         return function(x, axis, keepdim=keep)
     return x.shape[axis] - 1 - function(x.flip(axis), axis, keepdim=keep)

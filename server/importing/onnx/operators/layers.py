@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cohabit.server.importing.onnx.known import sym_max
 from cohabit.server.importing.onnx.registry import Call, Value, operator_of
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
@@ -31,7 +32,7 @@ class Window:
         same = call.attr("auto_pad", "NOTSET")
         if same in ("SAME_UPPER", "SAME_LOWER"):
             total = [
-                torch.sym_max((-(-n // s) - 1) * s + extent - n, 0) if s > 1 else extent - 1
+                sym_max((-(-n // s) - 1) * s + extent - n, 0) if s > 1 else extent - 1
                 for n, s, extent in zip(x.shape[2:], self.strides, self.extent, strict=True)
             ]
             less = [n // 2 for n in total]
@@ -179,13 +180,6 @@ def _layer_normalization(call: Call) -> Value | tuple[Value | None, ...]:
     return found, mean, torch.rsqrt(variance + epsilon)
 
 
-@operator_of("MeanVarianceNormalization")
-def _mean_variance_normalization(call: Call) -> Value:
-    x, axes = call.tensor(), list(call.attr("axes") or (0, 2, 3))
-    centered = x - x.mean(axes, keepdim=True)
-    return centered / (torch.sqrt((centered * centered).mean(axes, keepdim=True)) + 1e-9)
-
-
 @operator_of("LRN")
 def _lrn(call: Call) -> Value:
     size = call.attr("size")
@@ -197,7 +191,8 @@ def _lrn(call: Call) -> Value:
 @operator_of("LpNormalization")
 def _lp_normalization(call: Call) -> Value:
     x, axis, p = call.tensor(), call.attr("axis", -1), call.attr("p", 2)
-    return x / torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(x, p, axis, keepdim=True)
+    return x / norm
 
 
 @operator_of("GridSample")

@@ -51,7 +51,7 @@ def _recurrent(call: Call) -> Value | tuple[Value | None, ...]:
         y, *last = _gru_reset_before(x, states[0], parameters)
     # Rows, directions and sizes as ONNX orders them.
     y = y.flip(0) if direction == "reverse" else y
-    y = y.unflatten(-1, (count, size))
+    y = y.reshape(*y.shape[:-1], count, size)
     y = y.transpose(0, 1) if batch_first else y.transpose(1, 2)
     return y, *(state.transpose(0, 1) if batch_first else state for state in last)
 

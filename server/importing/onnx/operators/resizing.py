@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cohabit.server.importing.onnx.known import sym_int
 from cohabit.server.importing.onnx.registry import Call, Value, operator_of
 
 _LINEAR = ("", "", "", "linear", "bilinear", "trilinear")
@@ -34,7 +35,7 @@ def _resize(call: Call) -> Value:
                 resized[axis] = wanted[index], wanted[index] / size
         elif scales is not None and scales[index] != 1.0:
             scale = scales[index]
-            resized[axis] = size * int(scale) if scale == int(scale) else torch.sym_int(size * scale), scale
+            resized[axis] = size * int(scale) if scale == int(scale) else sym_int(size * scale), scale
     if not resized:
         return x
     given = None if scales is None else [resized[axis][1] if axis in resized else 1.0 for axis in range(2, x.dim())]

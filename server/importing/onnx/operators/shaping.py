@@ -1,7 +1,7 @@
 """Shapes, slices, concatenations and indices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -204,22 +204,16 @@ def _gather(call: Call) -> Value:
     if isinstance(data, Known) and isinstance(indices, Known) and _is_small(data) and indices.is_concrete:
         return _with(data, np.take(data.numbers, indices.numbers.astype(np.int64), axis))
     x = call.tensor()
-    if isinstance(indices, Known) and (number := indices.number) is not None:
-        if indices.numbers.ndim == 0:
-            return x.select(axis, int(number))
-        return (
-            x.narrow(axis, int(number), 1)
-            if indices.numbers.ndim == 1 and number >= 0
-            else x.index_select(axis, torch.tensor([int(number)]) % x.shape[axis]).unflatten(
-                axis, indices.numbers.shape
-            )
-        )
+    number = indices.number if isinstance(indices, Known) else None
+    if number is not None and isinstance(indices, Known) and indices.numbers.ndim == 0:
+        return x.select(axis, int(number))
     index = call.tensor(1)
     if axis == 0 and x.dim() == 2 and call.constant[0]:
         return F.embedding(index, x)  # of a table: its rows are not counted from its end
     if not isinstance(indices, Known) or min(indices.list) < 0:
         index = torch.where(index < 0, index + x.shape[axis], index)
-    return x[(*[slice(None)] * (axis % x.dim()), index.long())]
+    where: tuple[Any, ...] = (*[slice(None)] * (axis % x.dim()), index.long())
+    return x[where]
 
 
 @operator_of(PAIRS)
@@ -324,13 +318,5 @@ def _space_to_depth(call: Call) -> Value:
 
 @operator_of("Trilu")
 def _trilu(call: Call) -> Value:
-    function = torch.triu if call.attr("upper", 1) else torch.tril
+    function: Callable[[Tensor, int], Tensor] = torch.triu if call.attr("upper", 1) else torch.tril
     return function(call.tensor(), int(call.number("k", 1, 0)))
-
-
-@operator_of("EyeLike")
-def _eye_like(call: Call) -> Value:
-    x, given = call.tensor(), call.attr("dtype")
-    rows, columns = x.shape
-    ones = torch.arange(columns) - torch.arange(rows)[:, None] == call.attr("k", 0)
-    return ones.to(x.dtype if given is None else call.dtype(given))
