@@ -5,11 +5,12 @@ a sequence's next state, which replaces the present one when the request's answe
 request leaves its sequence unchanged, wherever it fails.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -56,10 +57,15 @@ class StateMemory:
             return sum(load.nbytes for load in self._loads)
 
     def has_room(self, nbytes: int) -> bool:
-        """Evict idle sequences until `nbytes` are free. Returns False if they do not suffice."""
+        """Free what is gathered of idle models, then evict idle sequences, until `nbytes` are free.
+
+        Returns False if they do not suffice.
+        """
         with self.lock:
             while self.used_bytes + nbytes > self.limit_bytes:
-                if nbytes > self.limit_bytes or not self._evict_one():
+                if nbytes > self.limit_bytes:
+                    return False
+                if not any(load.free_gathered() for load in self._loads) and not self._evict_one():
                     return False
             return True
 
@@ -71,12 +77,15 @@ class StateMemory:
                 load.forget_idle(now_s)
 
     def _evict_one(self) -> bool:
-        """Forget the least recently used sequence; False if all have been used within `_EVICTABLE_S`."""
+        """Forget the least recently used sequence, spare ones first.
+
+        Returns False if all others have been used within `_EVICTABLE_S`.
+        """
         idle = [(load, id_, known) for load in self._loads for id_, known in load.longest_idle()]
         if not idle:
             return False
-        load, id_, known = min(idle, key=lambda one: one[2].used_s)
-        if self.clock() - known.used_s < _EVICTABLE_S:
+        load, id_, known = min(idle, key=lambda one: (not one[2].is_spare, one[2].used_s))
+        if not known.is_spare and self.clock() - known.used_s < _EVICTABLE_S:
             return False
         load.forget(id_)
         return True
@@ -105,6 +114,8 @@ class _Sequence:
     """Number of entries of growing states."""
     used_s: float = 0.0
     """When its last answer was written, by `time.monotonic`."""
+    is_spare: bool = False
+    """Whether it is only kept for sequences that may begin as it does."""
 
     @property
     def nbytes(self) -> int:
@@ -145,13 +156,17 @@ class Sequences:
         """The request whose turn it is: its sequence is not idle."""
         self._next: dict[SequenceId, _Next] = {}
         """Of executed requests whose answers are not written yet."""
+        self._begun: dict[SequenceId, _Sequence] = {}
+        """What sequences with a prefix begin with, until the answer to their first request."""
         self.nbytes = 0
-        """Bytes counted for all these sequences."""
+        """Bytes counted for all these sequences, and for what is gathered of them."""
         memory.add(self)
 
     @property
     def count(self) -> int:
-        return len(self._known)
+        """Number of sequences that may have further requests."""
+        with self._memory.lock:
+            return sum(not known.is_spare for known in self._known.values())
 
     def enter(self, request: Request) -> None:
         """Begin a request's turn. Its sequence has no other request under way, and stays known until `settle`."""
@@ -164,18 +179,17 @@ class Sequences:
         with self._memory.lock:
             if self._under_way.get(step.id) is request:
                 del self._under_way[step.id]
+            self._begun.pop(step.id, None)
             after = self._next.pop(step.id, None)
-            if after is None:
-                return
-            if not kept:
+            if after is not None and not kept:
                 self.nbytes -= after.nbytes
-                return
-            self._known.pop(step.id, None)
-            if after.sequence is None:
-                self._free_gathered()
-            else:
-                after.sequence.used_s = self._memory.clock()
-                self._known[step.id] = after.sequence
+            elif after is not None:
+                self._known.pop(step.id, None)
+                if after.sequence is not None:
+                    after.sequence.used_s = self._memory.clock()
+                    self._known[step.id] = after.sequence
+            if not self._known:
+                self.free_gathered()
 
     def in_rows(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         """Return the requests in another order: where possible, each in its sequence's row of the last execution."""
@@ -227,10 +241,31 @@ class Sequences:
         step = _step(ticket.request)
         if not step.start:
             return self._known_sequence(step.id, ticket.arrived_s)
+        if step.prefix is not None:
+            known = self._begun[step.id] = self._with_prefix(*step.prefix)
+            return known
         known = _Sequence(object(), [state.initial for state in self._rules.states], 0)
         if step.id not in self._known and not self._memory.has_room(known.nbytes):
             raise self._memory_full(known.nbytes)
         return known
+
+    def _with_prefix(self, other: SequenceId, length: int) -> _Sequence:
+        """Return a sequence that begins with a copy of another one's first entries.
+
+        Raises SequenceLost if these are not known, and Overloaded if there is no memory for the copy.
+        """
+        known = self._known.get(other)
+        growing = [(n, state.axis) for n, state in enumerate(self._rules.states) if state.axis is not None]
+        if known is None or known.length < length or len(growing) < len(self._rules.states):
+            raise SequenceLost(
+                f"model '{self._model}' does not know the first {length} entries of sequence {other}"
+            )
+        parts = [(_entries(known.states[n], axis, 0, length), axis) for n, axis in growing]
+        states = [self._with_capacity(part, axis, length, length + 1) for part, axis in parts]
+        begun = _Sequence(object(), states, length)
+        if not self._memory.has_room(begun.nbytes):
+            raise self._memory_full(begun.nbytes)
+        return begun
 
     def _gather(self, name: str, axis: int, arrays: Sequence[Array], found: Sequence[_Sequence]) -> Array:
         """Gather a growing state of all rows, padded, in the last execution's memory. Copies only new entries."""
@@ -243,7 +278,7 @@ class Sequences:
         shape = (rows, *whole[0].shape[1:axis], capacity, *whole[0].shape[axis + 1 :])
         gathered = self._gathered.get(name)
         if gathered is None or gathered.memory.shape != shape:
-            gathered = self._gathered[name] = _Gathered(np.zeros(shape, whole[0].dtype), [(None, 0)] * rows)
+            gathered = self._new_gathered(name, shape, whole[0].dtype)
         for row, (array, known) in enumerate(zip(whole, found, strict=True)):
             before, length = gathered.rows[row]
             start, place = length if before is known.name else 0, gathered.memory[row : row + 1]
@@ -251,6 +286,18 @@ class Sequences:
             _entries(place, axis, known.length, length)[...] = 0  # clear the row's previous sequence
             gathered.rows[row] = known.name, known.length
         return gathered.memory if self._batched else gathered.memory[0]
+
+    def _new_gathered(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Gathered:
+        """Replace the memory in which a growing state is gathered. Raises Overloaded if it does not fit."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._memory.lock:
+            if (before := self._gathered.pop(name, None)) is not None:
+                self.nbytes -= before.memory.nbytes
+            if not self._memory.has_room(nbytes):
+                raise self._memory_full(nbytes)
+            self.nbytes += nbytes
+            gathered = self._gathered[name] = _Gathered(np.zeros(shape, dtype), [(None, 0)] * shape[0])
+            return gathered
 
     def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array]) -> None:
         """Count the states that an execution of these requests returned, one row each, until `settle`: all or none.
@@ -261,7 +308,7 @@ class Sequences:
         for row, ticket in enumerate(tickets):
             step = _step(ticket.request)
             own = {name: array[row : row + 1] if self._batched else array for name, array in outputs.items()}
-            before = None if step.start else self._known[step.id]
+            before = self._begun.get(step.id) if step.start else self._known[step.id]
             made[step.id] = None if step.end else self._sequence_after(step, before, own)
         with self._memory.lock:
             after = {id_: _Next(sequence, self._added_bytes(id_, sequence)) for id_, sequence in made.items()}
@@ -283,7 +330,14 @@ class Sequences:
         with self._memory.lock:
             if (known := self._known.pop(sequence, None)) is not None:
                 self.nbytes -= known.nbytes
-                self._free_gathered()
+                if not self._known:
+                    self.free_gathered()
+
+    def spare(self, sequence: SequenceId) -> None:
+        """Keep a sequence only as long as nobody needs its memory."""
+        with self._memory.lock:
+            if (known := self._known.get(sequence)) is not None:
+                known.is_spare = True
 
     def forget_idle(self, now_s: float) -> None:
         """Forget the sequences without a request for `SequenceRules.idle_s`."""
@@ -293,16 +347,21 @@ class Sequences:
             self.forget(sequence)
 
     def longest_idle(self) -> list[tuple[SequenceId, _Sequence]]:
-        """Return the least recently used sequence without a request under way, if there is one."""
-        return list(islice(self._idle(), 1))
+        """Return the least recently used sequence without a request under way, a spare one first, if there is one."""
+        idle = list(self._idle())
+        return [min(idle, key=lambda one: not one[1].is_spare)] if idle else []
 
     def _idle(self) -> Iterator[tuple[SequenceId, _Sequence]]:
         """Iterate over the sequences without a request under way, the least recently used first."""
         return (one for one in self._known.items() if one[0] not in self._under_way)
 
-    def _free_gathered(self) -> None:
-        if not self._known:
-            self._gathered = {}
+    def free_gathered(self) -> bool:
+        """Free what is gathered, unless a request is under way. Returns whether there was anything. Under the lock."""
+        if self._under_way or not self._gathered:
+            return False
+        self.nbytes -= sum(gathered.memory.nbytes for gathered in self._gathered.values())
+        self._gathered = {}
+        return True
 
     def _sequence_after(
         self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array]
