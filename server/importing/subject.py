@@ -44,7 +44,7 @@ class DecodingStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceRuntime:
     """What a program is compared with, if that is not the module itself."""
 
     name: str
@@ -75,7 +75,7 @@ class Subject:
     """Notes about the entry for the user."""
     decoding: DecodingStep | None = None
     """Set if the module is one decoding step of a causal language model."""
-    reference: Reference | None = None
+    reference: ReferenceRuntime | None = None
     """Set if answers are compared with something other than the module's."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Names for clients of inputs and outputs that the module has to call otherwise, by the module's names."""

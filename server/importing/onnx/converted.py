@@ -11,7 +11,7 @@ from torch import nn
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.onnx.known import MOST_NUMBERS, Known, evaluate
 from cohabit.server.importing.onnx.reading import OnnxGraph, type_of
-from cohabit.server.importing.onnx.registry import OPERATORS, Call, OnnxNode, Value
+from cohabit.server.importing.onnx.registry import OPERATORS, NodeCall, OnnxNode, Value
 from cohabit.server.importing.subject import Tensors, reason_of, with_signature
 
 _MOST_FLOATS = 8
@@ -85,7 +85,7 @@ class OnnxModule(nn.Module):
             number = (
                 evaluate(node.op, known) if known and len(known) == len(given) and not node.attributes else None
             )
-            found = OPERATORS[node.op](Call(node, given, constant, self._dtype)) if number is None else number
+            found = OPERATORS[node.op](NodeCall(node, given, constant, self._dtype)) if number is None else number
         except Exception as error:  # torch's, of any class
             if "data-dependent" in str(error):
                 reason = "a size depends on values of the inputs, not only on their sizes"

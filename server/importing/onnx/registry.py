@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,21 +28,16 @@ class OnnxNode:
         return f"operator {self.op} (opset {self.opset}) of node {self.name or self.outputs[0]}"
 
 
-class Types(Protocol):
-    """Maps ONNX's types of elements to torch's."""
-
-    def __call__(self, element_type: int) -> torch.dtype: ...
-
-
 @dataclass(frozen=True, slots=True)
-class Call:
+class NodeCall:
     """A node with the values of its inputs."""
 
     node: OnnxNode
     values: Sequence[Value | None]
     constant: Sequence[bool]
     """Whether each input is the same in every call."""
-    dtype: Types
+    dtype: Callable[[int], torch.dtype]
+    """Maps ONNX's types of elements to torch's."""
 
     def has(self, index: int) -> bool:
         return index < len(self.values) and self.values[index] is not None
@@ -85,7 +80,7 @@ class Call:
             raise ImportFailed(f"{what} is not supported")
 
 
-Operator = Callable[[Call], Value | tuple[Value | None, ...]]
+Operator = Callable[[NodeCall], Value | tuple[Value | None, ...]]
 OPERATORS: dict[str, Operator] = {}
 
 

@@ -14,7 +14,7 @@ from cohabit.server.importing.huggingface_inputs import MASK, TOKENS
 from cohabit.server.importing.onnx.converted import OnnxModule
 from cohabit.server.importing.onnx.reading import OnnxGraph, OnnxInput, read_graph
 from cohabit.server.importing.subject import (
-    Reference,
+    ReferenceRuntime,
     Subject,
     datatype_of,
     declared,
@@ -137,7 +137,7 @@ def _bounds(graph: OnnxGraph) -> Mapping[str, int]:
     return bounds
 
 
-def _onnxruntime(path: Path, outputs: Sequence[str], subject: Subject) -> Reference | str:
+def _onnxruntime(path: Path, outputs: Sequence[str], subject: Subject) -> ReferenceRuntime | str:
     """Return the model in ONNX Runtime, or why it does not answer there."""
     try:
         import onnxruntime
@@ -157,4 +157,4 @@ def _onnxruntime(path: Path, outputs: Sequence[str], subject: Subject) -> Refere
         answer(subject.examples(2, 0))
     except Exception as error:  # its own, of many classes
         return reason_of(error)
-    return Reference("ONNX Runtime", answer)
+    return ReferenceRuntime("ONNX Runtime", answer)

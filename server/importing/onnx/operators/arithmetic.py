@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cohabit.server.importing.onnx.known import Known, cast, sym_max, sym_min
-from cohabit.server.importing.onnx.registry import OPERATORS, Call, Operator, Value, operator_of
+from cohabit.server.importing.onnx.registry import OPERATORS, NodeCall, Operator, Value, operator_of
 
 
 def _operand(value: Value, other: Value) -> Any:
@@ -23,7 +23,7 @@ def _operand(value: Value, other: Value) -> Any:
 
 
 def _binary(function: Callable[[Any, Any], Any]) -> Operator:
-    def compute(call: Call) -> Value:
+    def compute(call: NodeCall) -> Value:
         values = [value for value in call.values if value is not None]
         found = values[0]
         for value in values[1:]:
@@ -115,7 +115,7 @@ OPERATORS.update({name: _unary(function) for name, function in _UNARY.items()})
 
 
 @operator_of("Pow")
-def _pow(call: Call) -> Value:
+def _pow(call: NodeCall) -> Value:
     exponent = call.value(1)
     number = exponent.number if isinstance(exponent, Known) and exponent.numbers.ndim == 0 else None
     x = call.tensor(0)
@@ -123,25 +123,25 @@ def _pow(call: Call) -> Value:
 
 
 @operator_of("Mod")
-def _mod(call: Call) -> Value:
+def _mod(call: NodeCall) -> Value:
     function = torch.fmod if call.attr("fmod", 0) else torch.remainder
     return function(call.tensor(0), call.tensor(1))
 
 
 @operator_of("Mean")
-def _mean(call: Call) -> Value:
+def _mean(call: NodeCall) -> Value:
     tensors = call.tensors()
     return reduce(operator.add, tensors) / len(tensors)
 
 
 @operator_of("Where")
-def _where(call: Call) -> Value:
+def _where(call: NodeCall) -> Value:
     chosen, other = call.value(1), call.value(2)
     return torch.where(call.tensor(0), _operand(chosen, other), _operand(other, chosen))
 
 
 @operator_of("Cast", "CastLike")
-def _cast(call: Call) -> Value:
+def _cast(call: NodeCall) -> Value:
     value = call.value(0)
     if call.node.op == "CastLike":
         like = call.value(1)
@@ -156,7 +156,7 @@ def _cast(call: Call) -> Value:
 
 
 @operator_of("IsInf")
-def _isinf(call: Call) -> Value:
+def _isinf(call: NodeCall) -> Value:
     x = call.tensor()
     found = torch.isinf(x)
     if not call.attr("detect_negative", 1):
@@ -165,7 +165,7 @@ def _isinf(call: Call) -> Value:
 
 
 @operator_of("Clip")
-def _clip(call: Call) -> Value:
+def _clip(call: NodeCall) -> Value:
     x = call.tensor()
     for index, (name, bound) in enumerate((("min", torch.maximum), ("max", torch.minimum)), 1):
         if not call.has(index):
@@ -179,33 +179,33 @@ def _clip(call: Call) -> Value:
 
 
 @operator_of("LeakyRelu")
-def _leaky_relu(call: Call) -> Value:
+def _leaky_relu(call: NodeCall) -> Value:
     return F.leaky_relu(call.tensor(), call.attr("alpha", 0.01))
 
 
 @operator_of("Elu")
-def _elu(call: Call) -> Value:
+def _elu(call: NodeCall) -> Value:
     return F.elu(call.tensor(), call.attr("alpha", 1.0))
 
 
 @operator_of("Celu")
-def _celu(call: Call) -> Value:
+def _celu(call: NodeCall) -> Value:
     return F.celu(call.tensor(), call.attr("alpha", 1.0))
 
 
 @operator_of("Selu")
-def _selu(call: Call) -> Value:
+def _selu(call: NodeCall) -> Value:
     alpha, gamma = call.attr("alpha", 1.6732631921768188), call.attr("gamma", 1.0507010221481323)
     return F.elu(call.tensor(), alpha) * float(gamma)
 
 
 @operator_of("HardSigmoid")
-def _hard_sigmoid(call: Call) -> Value:
+def _hard_sigmoid(call: NodeCall) -> Value:
     return torch.clamp(call.tensor() * call.attr("alpha", 0.2) + call.attr("beta", 0.5), 0.0, 1.0)
 
 
 @operator_of("PRelu")
-def _prelu(call: Call) -> Value:
+def _prelu(call: NodeCall) -> Value:
     x, slope = call.tensor(0), call.tensor(1)
     channels = slope.numel()
     if slope.dim() == x.dim() - 1 and slope.shape[0] == channels and x.dim() > 2 and x.shape[1] == channels:
@@ -214,12 +214,12 @@ def _prelu(call: Call) -> Value:
 
 
 @operator_of("Gelu")
-def _gelu(call: Call) -> Value:
+def _gelu(call: NodeCall) -> Value:
     return F.gelu(call.tensor(), approximate=call.attr("approximate", "none"))
 
 
 @operator_of("Softmax", "LogSoftmax")
-def _softmax(call: Call) -> Value:
+def _softmax(call: NodeCall) -> Value:
     x = call.tensor()
     axis = call.attr("axis", -1 if call.node.opset >= 13 else 1)
     function: Callable[[Tensor, int], Tensor] = torch.softmax if call.node.op == "Softmax" else torch.log_softmax
@@ -229,7 +229,7 @@ def _softmax(call: Call) -> Value:
 
 
 @operator_of("MatMul")
-def _matmul(call: Call) -> Value:
+def _matmul(call: NodeCall) -> Value:
     a, b = call.tensor(0), call.tensor(1)
     if b.dim() == 2 and a.dim() > 1 and call.constant[1]:
         return F.linear(a, b.t())  # which lowering packs
@@ -237,7 +237,7 @@ def _matmul(call: Call) -> Value:
 
 
 @operator_of("Gemm")
-def _gemm(call: Call) -> Value:
+def _gemm(call: NodeCall) -> Value:
     a, b, bias = call.tensor(0), call.tensor(1), call.optional(2)
     alpha, beta = call.attr("alpha", 1.0), call.attr("beta", 1.0)
     a = a.t() if call.attr("transA", 0) else a
@@ -250,12 +250,12 @@ def _gemm(call: Call) -> Value:
 
 
 @operator_of("Einsum")
-def _einsum(call: Call) -> Value:
+def _einsum(call: NodeCall) -> Value:
     return torch.einsum(call.attr("equation"), *call.tensors())
 
 
 @operator_of("CumSum")
-def _cumsum(call: Call) -> Value:
+def _cumsum(call: NodeCall) -> Value:
     x, axis = call.tensor(), int(call.number("axis", 1, 0))
     backwards = call.attr("reverse", 0)
     x = x.flip(axis) if backwards else x
@@ -292,7 +292,7 @@ def _product(x: Tensor, axes: list[int], keep: bool) -> Tensor:
 
 
 @operator_of(*_REDUCTIONS)
-def _reduce(call: Call) -> Value:
+def _reduce(call: NodeCall) -> Value:
     value, axes, keep = call.value(0), call.sizes("axes", 1), bool(call.attr("keepdims", 1))
     if not axes and call.attr("noop_with_empty_axes", 0):
         return value
@@ -304,15 +304,16 @@ def _reduce(call: Call) -> Value:
 
 
 @operator_of("ArgMax", "ArgMin")
-def _arg(call: Call) -> Value:
+def _arg(call: NodeCall) -> Value:
     x, axis, keep = call.tensor(), call.attr("axis", 0), bool(call.attr("keepdims", 1))
     function: Callable[..., Tensor] = torch.argmax if call.node.op == "ArgMax" else torch.argmin
     if not call.attr("select_last_index", 0):
         return function(x, axis, keepdim=keep)
-    return x.shape[axis] - 1 - function(x.flip(axis), axis, keepdim=keep)
+    from_end = function(x.flip(axis), axis, keepdim=keep)
+    return -from_end + (x.shape[axis] - 1)
 
 
 @operator_of("TopK")
-def _top_k(call: Call) -> Value | tuple[Value | None, ...]:
+def _top_k(call: NodeCall) -> Value | tuple[Value | None, ...]:
     (k,) = call.sizes("k", 1) or [0]
     return torch.topk(call.tensor(), k, call.attr("axis", -1), bool(call.attr("largest", 1)))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cohabit.server.importing.onnx.known import sym_max
-from cohabit.server.importing.onnx.registry import Call, Value, operator_of
+from cohabit.server.importing.onnx.registry import NodeCall, Value, operator_of
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -17,10 +17,10 @@ _MAX_POOLS = (F.max_pool1d, F.max_pool2d, F.max_pool3d)
 _AVERAGE_POOLS = (F.avg_pool1d, F.avg_pool2d, F.avg_pool3d)
 
 
-class Window:
+class KernelWindow:
     """The window of a convolution or a pooling: its attributes, with a number for each dimension of the image."""
 
-    def __init__(self, call: Call, x: Tensor, kernel: Sequence[int]) -> None:
+    def __init__(self, call: NodeCall, x: Tensor, kernel: Sequence[int]) -> None:
         self.kernel = [int(n) for n in kernel]
         self.dims = len(self.kernel)
         call.require(self.dims <= 3, f"an image of {self.dims} dimensions")
@@ -66,21 +66,21 @@ class Window:
 
 
 @operator_of("Conv")
-def _conv(call: Call) -> Value:
+def _conv(call: NodeCall) -> Value:
     return convolution(call, call.tensor(0), call.tensor(1), call.optional(2))
 
 
-def convolution(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    window = Window(call, x, weight.shape[2:])
+def convolution(call: NodeCall, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    window = KernelWindow(call, x, weight.shape[2:])
     x, padding = (x, window.before) if window.is_even else (F.pad(x, window.padding), [0] * window.dims)
     function = _CONVOLUTIONS[window.dims - 1]
     return function(x, weight, bias, window.strides, padding, window.dilations, call.attr("group", 1))
 
 
 @operator_of("ConvTranspose")
-def _conv_transpose(call: Call) -> Value:
+def _conv_transpose(call: NodeCall) -> Value:
     x, weight, bias = call.tensor(0), call.tensor(1), call.optional(2)
-    window = Window(call, x, weight.shape[2:])
+    window = KernelWindow(call, x, weight.shape[2:])
     extra = list(call.attr("output_padding") or [0] * window.dims)
     call.require(call.attr("output_shape") is None, "output_shape")
     call.require(call.attr("auto_pad", "NOTSET") in ("NOTSET", "VALID"), f"auto_pad={call.attr('auto_pad')}")
@@ -94,15 +94,15 @@ def _conv_transpose(call: Call) -> Value:
     return F.pad(whole, [n for b, a, e in _reversed(window, extra) for n in (-b, e - a)])
 
 
-def _reversed(window: Window, extra: list[int]) -> list[tuple[Any, Any, int]]:
+def _reversed(window: KernelWindow, extra: list[int]) -> list[tuple[Any, Any, int]]:
     return list(reversed(list(zip(window.before, window.after, extra, strict=True))))
 
 
 @operator_of("MaxPool")
-def _max_pool(call: Call) -> Value:
+def _max_pool(call: NodeCall) -> Value:
     call.require(len(call.node.outputs) == 1, "its output Indices")
     x = call.tensor()
-    window = Window(call, x, call.attr("kernel_shape"))
+    window = KernelWindow(call, x, call.attr("kernel_shape"))
     function, ceil = _MAX_POOLS[window.dims - 1], bool(call.attr("ceil_mode", 0))
     if window.is_poolable:
         return function(x, window.kernel, window.strides, window.before, window.dilations, ceil_mode=ceil)
@@ -112,9 +112,9 @@ def _max_pool(call: Call) -> Value:
 
 
 @operator_of("AveragePool")
-def _average_pool(call: Call) -> Value:
+def _average_pool(call: NodeCall) -> Value:
     x = call.tensor()
-    window = Window(call, x, call.attr("kernel_shape"))
+    window = KernelWindow(call, x, call.attr("kernel_shape"))
     call.require(window.dilations == [1] * window.dims, "dilations")
     function, ceil = _AVERAGE_POOLS[window.dims - 1], bool(call.attr("ceil_mode", 0))
     counts = bool(call.attr("count_include_pad", 0))
@@ -133,31 +133,31 @@ def _image_dims(x: Tensor) -> list[int]:
 
 
 @operator_of("GlobalAveragePool")
-def _global_average_pool(call: Call) -> Value:
+def _global_average_pool(call: NodeCall) -> Value:
     return call.tensor().mean(_image_dims(call.tensor()), keepdim=True)
 
 
 @operator_of("GlobalMaxPool")
-def _global_max_pool(call: Call) -> Value:
+def _global_max_pool(call: NodeCall) -> Value:
     return call.tensor().amax(_image_dims(call.tensor()), keepdim=True)
 
 
 @operator_of("BatchNormalization")
-def _batch_normalization(call: Call) -> Value:
+def _batch_normalization(call: NodeCall) -> Value:
     call.require(not call.attr("training_mode", 0) and len(call.node.outputs) == 1, "training")
     x, scale, bias, mean, variance = (call.tensor(index) for index in range(5))
     return F.batch_norm(x, mean, variance, scale, bias, False, 0.0, call.attr("epsilon", 1e-5))
 
 
 @operator_of("InstanceNormalization")
-def _instance_normalization(call: Call) -> Value:
+def _instance_normalization(call: NodeCall) -> Value:
     x, scale, bias = (call.tensor(index) for index in range(3))
     # As a group norm with a group for each channel, which takes the same rows at every batch size.
     return F.group_norm(x, scale.shape[0], scale, bias, call.attr("epsilon", 1e-5))
 
 
 @operator_of("GroupNormalization")
-def _group_normalization(call: Call) -> Value:
+def _group_normalization(call: NodeCall) -> Value:
     x, scale, bias = (call.tensor(index) for index in range(3))
     groups = call.attr("num_groups")
     if call.node.opset < 21:  # a scale for each group
@@ -166,7 +166,7 @@ def _group_normalization(call: Call) -> Value:
 
 
 @operator_of("LayerNormalization")
-def _layer_normalization(call: Call) -> Value | tuple[Value | None, ...]:
+def _layer_normalization(call: NodeCall) -> Value | tuple[Value | None, ...]:
     x, scale, bias = call.tensor(0), call.tensor(1), call.optional(2)
     axis, epsilon = call.attr("axis", -1) % x.dim(), call.attr("epsilon", 1e-5)
     shape = list(x.shape[axis:])
@@ -181,7 +181,7 @@ def _layer_normalization(call: Call) -> Value | tuple[Value | None, ...]:
 
 
 @operator_of("LRN")
-def _lrn(call: Call) -> Value:
+def _lrn(call: NodeCall) -> Value:
     size = call.attr("size")
     call.require(size % 2 == 1, f"an even size ({size})")
     alpha, beta, bias = call.attr("alpha", 1e-4), call.attr("beta", 0.75), call.attr("bias", 1.0)
@@ -189,14 +189,14 @@ def _lrn(call: Call) -> Value:
 
 
 @operator_of("LpNormalization")
-def _lp_normalization(call: Call) -> Value:
+def _lp_normalization(call: NodeCall) -> Value:
     x, axis, p = call.tensor(), call.attr("axis", -1), call.attr("p", 2)
     norm: Tensor = torch.linalg.vector_norm(x, p, axis, keepdim=True)
     return x / norm
 
 
 @operator_of("GridSample")
-def _grid_sample(call: Call) -> Value:
+def _grid_sample(call: NodeCall) -> Value:
     mode = {"linear": "bilinear", "cubic": "bicubic"}.get(
         call.attr("mode", "linear"), call.attr("mode", "bilinear")
     )

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cohabit.server.importing.onnx.operators.layers import convolution
-from cohabit.server.importing.onnx.registry import Call, Value, operator_of
+from cohabit.server.importing.onnx.registry import NodeCall, Value, operator_of
 
 
 def _along(parameter: Tensor, x: Tensor, axis: int) -> Tensor:
@@ -24,14 +24,14 @@ def _without_zero(x: Tensor, zero: Tensor | None, axis: int, dtype: torch.dtype)
 
 
 @operator_of("DequantizeLinear")
-def _dequantize(call: Call) -> Value:
+def _dequantize(call: NodeCall) -> Value:
     call.require(not call.attr("block_size", 0), "block_size")
     x, scale, axis = call.tensor(0), call.tensor(1), call.attr("axis", 1)
     return _without_zero(x, call.optional(2), axis, scale.dtype) * _along(scale, x, axis)
 
 
 @operator_of("QuantizeLinear")
-def _quantize_linear(call: Call) -> Value:
+def _quantize_linear(call: NodeCall) -> Value:
     call.require(not call.attr("block_size", 0), "block_size")
     x, scale, zero, axis = call.tensor(0), call.tensor(1), call.optional(2), call.attr("axis", 1)
     if zero is None:
@@ -41,7 +41,7 @@ def _quantize_linear(call: Call) -> Value:
 
 
 @operator_of("DynamicQuantizeLinear")
-def _dynamic_quantize(call: Call) -> Value | tuple[Value | None, ...]:
+def _dynamic_quantize(call: NodeCall) -> Value | tuple[Value | None, ...]:
     x = call.tensor()
     least, most = x.amin().clamp(max=0), x.amax().clamp(min=0)
     scale = (most - least) / 255
@@ -51,21 +51,21 @@ def _dynamic_quantize(call: Call) -> Value | tuple[Value | None, ...]:
 
 
 @operator_of("MatMulInteger")
-def _matmul_integer(call: Call) -> Value:
+def _matmul_integer(call: NodeCall) -> Value:
     a = _without_zero(call.tensor(0), call.optional(2), -2, torch.float32)
     b = _without_zero(call.tensor(1), call.optional(3), -1, torch.float32)
     return torch.matmul(a, b).to(torch.int32)  # exact up to 2**24
 
 
 @operator_of("ConvInteger")
-def _conv_integer(call: Call) -> Value:
+def _conv_integer(call: NodeCall) -> Value:
     x = _without_zero(call.tensor(0), call.optional(2), 1, torch.float32)
     weight = _without_zero(call.tensor(1), call.optional(3), 0, torch.float32)
     return convolution(call, x, weight, None).to(torch.int32)
 
 
 @operator_of("QLinearMatMul")
-def _q_linear_matmul(call: Call) -> Value:
+def _q_linear_matmul(call: NodeCall) -> Value:
     a = _without_zero(call.tensor(0), call.tensor(2), -2, torch.float32) * _along(
         call.tensor(1), call.tensor(0), -2
     )
@@ -76,7 +76,7 @@ def _q_linear_matmul(call: Call) -> Value:
 
 
 @operator_of("QLinearConv")
-def _q_linear_conv(call: Call) -> Value:
+def _q_linear_conv(call: NodeCall) -> Value:
     x = _without_zero(call.tensor(0), call.tensor(2), 1, torch.float32)
     weight = _without_zero(call.tensor(3), call.tensor(5), 0, torch.float32)
     bias = call.optional(8)

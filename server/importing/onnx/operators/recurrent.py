@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cohabit.server.importing.onnx.known import sizes
-from cohabit.server.importing.onnx.registry import Call, Value, operator_of
+from cohabit.server.importing.onnx.registry import NodeCall, Value, operator_of
 
 _GATES = {"LSTM": (0, 2, 3, 1), "GRU": (1, 0, 2), "RNN": (0,)}
 """By operator: the numbers of ONNX's gates, in torch's order."""
@@ -14,7 +14,7 @@ _ACTIVATIONS = {"LSTM": ("Sigmoid", "Tanh", "Tanh"), "GRU": ("Sigmoid", "Tanh"),
 
 
 @operator_of("LSTM", "GRU", "RNN")
-def _recurrent(call: Call) -> Value | tuple[Value | None, ...]:
+def _recurrent(call: NodeCall) -> Value | tuple[Value | None, ...]:
     op, x = call.node.op, call.tensor(0)
     direction, batch_first = call.attr("direction", "forward"), bool(call.attr("layout", 0))
     count = 2 if direction == "bidirectional" else 1
@@ -61,7 +61,7 @@ def _ordered(weight: Tensor, order: Sequence[int]) -> Tensor:
     return torch.cat([gates[number] for number in order]) if len(order) > 1 else weight
 
 
-def _state(call: Call, index: int, x: Tensor, count: int, size: int, batch_first: bool) -> Tensor:
+def _state(call: NodeCall, index: int, x: Tensor, count: int, size: int, batch_first: bool) -> Tensor:
     state = call.optional(index)
     if state is None:
         return x.new_zeros((count, x.shape[1], size))

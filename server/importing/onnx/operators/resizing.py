@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cohabit.server.importing.onnx.known import sym_int
-from cohabit.server.importing.onnx.registry import Call, Value, operator_of
+from cohabit.server.importing.onnx.registry import NodeCall, Value, operator_of
 
 _LINEAR = ("", "", "", "linear", "bilinear", "trilinear")
 """F.interpolate's names of linear interpolation, by the number of dimensions."""
 
 
 @operator_of("Resize")
-def _resize(call: Call) -> Value:
+def _resize(call: NodeCall) -> Value:
     x, mode = call.tensor(), call.attr("mode", "nearest")
     scales = call.sizes("scales", 2) or None
     wanted = None if scales else call.sizes("sizes", 3)
@@ -50,7 +50,7 @@ def _resize(call: Call) -> Value:
 
 
 def _interpolated(
-    call: Call, x: Tensor, mode: str, rule: str, new: list[Any], scales: list[float] | None
+    call: NodeCall, x: Tensor, mode: str, rule: str, new: list[Any], scales: list[float] | None
 ) -> Tensor | None:
     """Resize an image with F.interpolate; None if it has other rules."""
     if not 3 <= x.dim() <= 5:
@@ -89,7 +89,7 @@ _ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _along(call: Call, x: Tensor, axis: int, mode: str, place: Tensor) -> Tensor:
+def _along(call: NodeCall, x: Tensor, axis: int, mode: str, place: Tensor) -> Tensor:
     """Resize one dimension, given the place in it of each new element."""
     size = x.shape[axis]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cohabit.server.importing.onnx.indexing import PAIRS
 from cohabit.server.importing.onnx.known import MOST_NUMBERS, Known
-from cohabit.server.importing.onnx.registry import Call, Value, operator_of
+from cohabit.server.importing.onnx.registry import NodeCall, Value, operator_of
 
 _NO_LIMIT = 1 << 31
 """Ends of slices from here on mean the end of the dimension."""
@@ -31,27 +31,27 @@ def _plain(numbers: Sequence[Any]) -> bool:
 
 
 @operator_of("Identity", "Dropout")
-def _identity(call: Call) -> Value | tuple[Value | None, ...]:
+def _identity(call: NodeCall) -> Value | tuple[Value | None, ...]:
     if len(call.node.outputs) > 1:  # the mask of a dropout, which drops nothing
         return call.value(0), torch.ones_like(call.tensor(), dtype=torch.bool)
     return call.value(0)
 
 
 @operator_of("Shape")
-def _shape(call: Call) -> Value:
+def _shape(call: NodeCall) -> Value:
     value = call.value(0)
     shape = value.numbers.shape if isinstance(value, Known) else value.shape
     return Known.of(list(shape)[call.attr("start", 0) : call.attr("end")])
 
 
 @operator_of("Size")
-def _size(call: Call) -> Value:
+def _size(call: NodeCall) -> Value:
     value = call.value(0)
     return Known.of(value.numbers.size if isinstance(value, Known) else math.prod(value.shape))
 
 
 @operator_of("ConstantOfShape")
-def _constant_of_shape(call: Call) -> Value:
+def _constant_of_shape(call: NodeCall) -> Value:
     shape = call.sizes("shape", 0) or []
     fill = call.attr("value")
     number, dtype = (0.0, torch.float32) if fill is None else (fill.item(), fill.dtype)
@@ -61,7 +61,7 @@ def _constant_of_shape(call: Call) -> Value:
 
 
 @operator_of("Range")
-def _range(call: Call) -> Value:
+def _range(call: NodeCall) -> Value:
     start, limit, step = (call.number(name, index, None) for index, name in enumerate(("start", "limit", "delta")))
     first = call.value(0)
     if _plain((start, limit, step)) and len(range(start, limit, step)) <= MOST_NUMBERS:
@@ -70,7 +70,7 @@ def _range(call: Call) -> Value:
 
 
 @operator_of("Reshape")
-def _reshape(call: Call) -> Value:
+def _reshape(call: NodeCall) -> Value:
     value, shape = call.value(0), call.sizes("shape", 1) or []
     if isinstance(value, Known) and _is_small(value) and _plain(shape):
         kept = [value.numbers.shape[i] if n == 0 and i < value.numbers.ndim else n for i, n in enumerate(shape)]
@@ -82,7 +82,7 @@ def _reshape(call: Call) -> Value:
 
 
 @operator_of("Flatten")
-def _flatten(call: Call) -> Value:
+def _flatten(call: NodeCall) -> Value:
     x, axis = call.tensor(), call.attr("axis", 1)
     axis = axis + x.dim() if axis < 0 else axis
     if axis == 1 and x.dim() > 1:
@@ -91,7 +91,7 @@ def _flatten(call: Call) -> Value:
 
 
 @operator_of("Transpose")
-def _transpose(call: Call) -> Value:
+def _transpose(call: NodeCall) -> Value:
     value, order = call.value(0), call.attr("perm")
     if isinstance(value, Known) and _is_small(value):
         return _with(value, np.transpose(value.numbers, order))
@@ -100,7 +100,7 @@ def _transpose(call: Call) -> Value:
 
 
 @operator_of("Squeeze")
-def _squeeze(call: Call) -> Value:
+def _squeeze(call: NodeCall) -> Value:
     value, axes = call.value(0), call.sizes("axes", 1)
     if isinstance(value, Known) and _is_small(value):
         return _with(value, np.squeeze(value.numbers, None if axes is None else tuple(axes)))
@@ -109,7 +109,7 @@ def _squeeze(call: Call) -> Value:
 
 
 @operator_of("Unsqueeze")
-def _unsqueeze(call: Call) -> Value:
+def _unsqueeze(call: NodeCall) -> Value:
     value, axes = call.value(0), call.sizes("axes", 1) or []
     if isinstance(value, Known) and _is_small(value):
         return _with(value, np.expand_dims(value.numbers, tuple(axes)))
@@ -120,7 +120,7 @@ def _unsqueeze(call: Call) -> Value:
 
 
 @operator_of("Expand")
-def _expand(call: Call) -> Value:
+def _expand(call: NodeCall) -> Value:
     value, shape = call.value(0), call.sizes("shape", 1) or []
     if isinstance(value, Known) and _is_small(value) and _plain(shape):
         both = np.broadcast_shapes(value.numbers.shape, tuple(shape))
@@ -134,7 +134,7 @@ def _expand(call: Call) -> Value:
 
 
 @operator_of("Tile")
-def _tile(call: Call) -> Value:
+def _tile(call: NodeCall) -> Value:
     value, repeats = call.value(0), call.sizes("repeats", 1) or []
     if isinstance(value, Known) and _is_small(value) and _plain(repeats):
         array = np.tile(value.numbers, repeats)
@@ -144,7 +144,7 @@ def _tile(call: Call) -> Value:
 
 
 @operator_of("Concat")
-def _concat(call: Call) -> Value:
+def _concat(call: NodeCall) -> Value:
     axis = call.attr("axis", 0)
     known = [value for value in call.values if isinstance(value, Known)]
     if len(known) == len(call.values) and all(value.weight is None or value.numbers.size == 1 for value in known):
@@ -153,7 +153,7 @@ def _concat(call: Call) -> Value:
 
 
 @operator_of("Split")
-def _split(call: Call) -> Value | tuple[Value | None, ...]:
+def _split(call: NodeCall) -> Value | tuple[Value | None, ...]:
     axis, parts, count = call.attr("axis", 0), call.sizes("split", 1), len(call.node.outputs)
     value = call.value(0)
     if isinstance(value, Known) and _is_small(value):
@@ -169,7 +169,7 @@ def _split(call: Call) -> Value | tuple[Value | None, ...]:
 
 
 @operator_of("Slice")
-def _slice(call: Call) -> Value:
+def _slice(call: NodeCall) -> Value:
     value = call.value(0)
     starts, ends = call.sizes("starts", 1) or [], call.sizes("ends", 2) or []
     axes = call.sizes("axes", 3) or list(range(len(starts)))
@@ -185,7 +185,7 @@ def _slice(call: Call) -> Value:
     return x
 
 
-def _sliced(call: Call, x: Tensor, axis: int, start: Any, end: Any, step: int) -> Tensor:
+def _sliced(call: NodeCall, x: Tensor, axis: int, start: Any, end: Any, step: int) -> Tensor:
     if step > 0:
         if isinstance(end, int) and end >= _NO_LIMIT:
             end = None
@@ -199,7 +199,7 @@ def _sliced(call: Call, x: Tensor, axis: int, start: Any, end: Any, step: int) -
 
 
 @operator_of("Gather")
-def _gather(call: Call) -> Value:
+def _gather(call: NodeCall) -> Value:
     data, indices, axis = call.value(0), call.value(1), call.attr("axis", 0)
     if isinstance(data, Known) and isinstance(indices, Known) and _is_small(data) and indices.is_concrete:
         return _with(data, np.take(data.numbers, indices.numbers.astype(np.int64), axis))
@@ -217,13 +217,13 @@ def _gather(call: Call) -> Value:
 
 
 @operator_of(PAIRS)
-def _gather_pairs(call: Call) -> Value:
+def _gather_pairs(call: NodeCall) -> Value:
     x = call.tensor(0)
     return (x.flatten(2) if x.dim() > 2 else x[..., None])[call.tensor(1), call.tensor(2)]
 
 
 @operator_of("GatherElements")
-def _gather_elements(call: Call) -> Value:
+def _gather_elements(call: NodeCall) -> Value:
     x, axis = call.tensor(0), call.attr("axis", 0)
     return torch.gather(x, axis, torch.where(call.tensor(1) < 0, call.tensor(1) + x.shape[axis], call.tensor(1)))
 
@@ -235,7 +235,7 @@ def _at(x: Tensor, indices: Tensor, first: int) -> tuple[Any, ...]:
 
 
 @operator_of("GatherND")
-def _gather_nd(call: Call) -> Value:
+def _gather_nd(call: NodeCall) -> Value:
     x, indices, batch = call.tensor(0), call.tensor(1), call.attr("batch_dims", 0)
     grids = []
     for dim in range(batch):
@@ -248,7 +248,7 @@ _SCATTERED = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
 @operator_of("ScatterElements")
-def _scatter_elements(call: Call) -> Value:
+def _scatter_elements(call: NodeCall) -> Value:
     x, index, updates = call.tensor(0), call.tensor(1), call.tensor(2)
     axis, reduction = call.attr("axis", 0), call.attr("reduction", "none")
     index = torch.where(index < 0, index + x.shape[axis], index)
@@ -258,14 +258,14 @@ def _scatter_elements(call: Call) -> Value:
 
 
 @operator_of("ScatterND")
-def _scatter_nd(call: Call) -> Value:
+def _scatter_nd(call: NodeCall) -> Value:
     x, updates, reduction = call.tensor(0), call.tensor(2), call.attr("reduction", "none")
     call.require(reduction in ("none", "add"), f"reduction={reduction}")
     return x.index_put(_at(x, call.tensor(1), 0), updates, accumulate=reduction == "add")
 
 
 @operator_of("OneHot")
-def _one_hot(call: Call) -> Value:
+def _one_hot(call: NodeCall) -> Value:
     index, axis = call.tensor(0).long(), call.attr("axis", -1)
     depth, values = int(call.number("depth", 1, 0)), call.tensor(2)
     index = torch.where(index < 0, index + depth, index).unsqueeze(axis)
@@ -277,7 +277,7 @@ _PADDING = {"constant": "constant", "edge": "replicate", "reflect": "reflect", "
 
 
 @operator_of("Pad")
-def _pad(call: Call) -> Value:
+def _pad(call: NodeCall) -> Value:
     x, pads, mode = call.tensor(), call.sizes("pads", 1) or [], call.attr("mode", "constant")
     axes = [axis % x.dim() for axis in call.sizes("axes", 3) or range(x.dim())]
     both = {axis: (pads[i], pads[i + len(axes)]) for i, axis in enumerate(axes)}
@@ -299,7 +299,7 @@ def _padded_otherwise(x: Tensor, both: dict[int, tuple[Any, Any]], mode: str) ->
 
 
 @operator_of("DepthToSpace")
-def _depth_to_space(call: Call) -> Value:
+def _depth_to_space(call: NodeCall) -> Value:
     x, size = call.tensor(), call.attr("blocksize")
     if call.attr("mode", "DCR") == "CRD":
         return F.pixel_shuffle(x, size)
@@ -309,7 +309,7 @@ def _depth_to_space(call: Call) -> Value:
 
 
 @operator_of("SpaceToDepth")
-def _space_to_depth(call: Call) -> Value:
+def _space_to_depth(call: NodeCall) -> Value:
     x, size = call.tensor(), call.attr("blocksize")
     rows, channels, height, width = x.shape
     parts = x.reshape(rows, channels, height // size, size, width // size, size).permute(0, 3, 5, 1, 2, 4)
@@ -317,6 +317,6 @@ def _space_to_depth(call: Call) -> Value:
 
 
 @operator_of("Trilu")
-def _trilu(call: Call) -> Value:
+def _trilu(call: NodeCall) -> Value:
     function: Callable[[Tensor, int], Tensor] = torch.triu if call.attr("upper", 1) else torch.tril
     return function(call.tensor(), int(call.number("k", 1, 0)))
