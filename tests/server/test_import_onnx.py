@@ -600,3 +600,19 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path) -> None:
         (tmp_path / "b.onnx").write_bytes(content)
         with pytest.raises(ImportFailed, match=r"b.onnx"):
             from_onnx(tmp_path / "b.onnx", (), None, ())
+
+
+def test_numbers_that_operators_compute_keep_the_graphs_shapes(tmp_path: Path) -> None:
+    """Expand and Where of constants, as transformers' embeddings have them."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Slice", ["shape", "zero", "two"], ["rows"]),
+        helper.make_node("ConstantOfShape", ["two"], ["ones"], value=numpy_helper.from_array(ints(1))),
+        helper.make_node("Neg", ["ones"], ["less"]),
+        helper.make_node("Equal", ["rows", "less"], ["any"]),
+        helper.make_node("Where", ["any", "ones", "rows"], ["wanted"]),
+        helper.make_node("Expand", ["types", "wanted"], ["y"]),
+    ]
+    constants = {"zero": ints(0), "two": ints(2), "types": below(9, 1, 3)}
+    path = saved(tmp_path / "a.onnx", nodes, {"x": X}, constants, ["y"], 17)
+    require_same(path, {"x": X})

@@ -122,6 +122,8 @@ _VARIADIC = ("Min", "Max")
 
 def evaluate(op: str, values: Sequence[Known]) -> Known | None:
     """Compute an elementwise operator without attributes; None for other operators, and for large results."""
+    if op not in ("Where", *_NUMERIC, *_LOGICAL):
+        return None
     if math.prod(np.broadcast_shapes(*(value.numbers.shape for value in values))) > MOST_NUMBERS:
         return None
     dtype = values[0].dtype
@@ -131,9 +133,7 @@ def evaluate(op: str, values: Sequence[Known]) -> Known | None:
         return _elementwise(_NUMERIC[op], dtype, values)
     if op in _LOGICAL:
         return _elementwise(_LOGICAL[op], torch.bool, values)
-    if op == "Where":
-        return _elementwise(lambda condition, a, b: a if condition else b, values[1].dtype, values)
-    return None
+    return _elementwise(lambda condition, a, b: a if condition else b, values[1].dtype, values)
 
 
 def sizes(value: Any, what: str) -> list[Any]:

@@ -305,12 +305,12 @@ def _reduce(call: NodeCall) -> Value:
 
 @operator_of("ArgMax", "ArgMin")
 def _arg(call: NodeCall) -> Value:
-    x, axis, keep = call.tensor(), call.attr("axis", 0), bool(call.attr("keepdims", 1))
+    x, keep = call.tensor(), bool(call.attr("keepdims", 1))
+    axis: int = call.attr("axis", 0)
     function: Callable[..., Tensor] = torch.argmax if call.node.op == "ArgMax" else torch.argmin
     if not call.attr("select_last_index", 0):
         return function(x, axis, keepdim=keep)
-    from_end = function(x.flip(axis), axis, keepdim=keep)
-    return -from_end + (x.shape[axis] - 1)
+    return x.shape[axis] - 1 - function(x.flip(axis), axis, keepdim=keep)
 
 
 @operator_of("TopK")
