@@ -108,7 +108,7 @@ def test_a_dimension_that_a_module_takes_at_one_size_is_named() -> None:
         (["nowhere.py:make"], "nowhere.py:make: there is no file 'nowhere.py'; write SCRIPT.py:FUNCTION"),
         (["script.py:make"], "script.py:make: script.py defines no function 'make'"),
         (["script.py:four"], "script.py:four: four of script.py is a int, not a function"),
-        (["empty"], "empty is not a Hugging Face model directory: it has no config.json"),
+        (["empty"], "empty is not a model directory: it has neither config.json nor model.onnx"),
         (["file.pt"], "file.pt is a checkpoint; name the function that makes its module with --factory"),
         (["file.pt", "--factory", "linear"], "--factory: 'linear' is not MODULE:FUNCTION"),
         ([f"{HERE}:linear", "--sequence-length", "4"], "--sequence-length is for Hugging Face models"),
