@@ -75,6 +75,10 @@ def _show(found: "ServabilityReport", out: Console) -> None:
     for kind, fields in (("refused", found.refused_fields), ("ignored", found.ignored_fields)):
         for field, reason in fields.items():
             out.print(f"config.pbtxt: {field} is {kind}: {reason}", soft_wrap=True)
+    if found.info is not None and found.servable and found.memory is None:
+        out.print(tensor_table(found.info))
+        out.print(f"{found.name} is an ensemble, and can be served: its steps fit one another")
+        return
     if found.info is None or found.memory is None:
         out.print(f"{found.name} cannot be served: {found.reason}", soft_wrap=True)
         return
