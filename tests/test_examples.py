@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
 from cohabit.planner.compiled import cache_folder
 from cohabit.server.cli import main
+from examples import ensemble
 from examples.sentences import embed, table
 from examples.serve_module import Scorer
 from tests.support.server.fake_kserve import serving_app
@@ -103,6 +105,16 @@ def test_an_example_runs(
 ) -> None:
     monkeypatch.setattr(sys, "argv", [example])
     assert printed in printed_here(example, capfd)
+
+
+def test_an_ensemble_answers_as_its_steps_in_eager_pytorch(capfd: pytest.CaptureFixture[str]) -> None:
+    printed = re.findall(r"-?\d+\.\d+(?:e-?\d+)?", printed_here("ensemble.py", capfd))
+    torch.manual_seed(0)
+    image, _, _ = torch.rand(2, 3, 64, 64), torch.rand(2, 4, 4), torch.rand(2, 4, 3, 16, 16)
+    found = ensemble.Detector().eval()(image)
+    classes = ensemble.Classifier().eval()(**ensemble.Crop()(image, found["boxes"]))["classes"]
+    expected = torch.cat([found["scores"].flatten(), classes.flatten()]).tolist()
+    assert [float(number) for number in printed] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_a_plan_made_by_hand_is_shown(capfd: pytest.CaptureFixture[str]) -> None:

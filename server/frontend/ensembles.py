@@ -25,6 +25,7 @@ from cohabit.server.ipc.model import ENSEMBLE, Array, ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request, RequestedOutput, Timing
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import REJECTIONS, EngineReport, ModelCounters, ModelStatistics
+from cohabit.server.observe.request_trace import CURRENT
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 from cohabit.server.protocol.shared_memory import Regions, RegionUse, no_system
 from cohabit.server.triton.ensembles import EnsembleStep, steps_of
@@ -76,7 +77,7 @@ class Ensembles:
         """
         statistics, began_s = self._counted(request.model), time.monotonic()
         try:
-            answer = await _Run(self, request, info, lease, on_spans).answer()
+            answer = await EnsembleRun(self, request, info, lease, on_spans).answer()
         except asyncio.CancelledError:
             statistics.cancelled()
             raise
@@ -107,7 +108,7 @@ class Ensembles:
         return self._statistics.setdefault(model, ModelStatistics())
 
 
-class _Run:
+class EnsembleRun:
     """One request of an ensemble."""
 
     def __init__(
@@ -189,6 +190,8 @@ class _Run:
             else:
                 client = self._ensembles.client
                 answer = await infer_or_succeed(client, request, info, lease, step.version, self._on_spans)
+                if (trace := CURRENT.get()) is not None:
+                    trace.steps.append((step.model, answer.timing))
         except RequestError as error:
             raise self._named(step, error) from error
         for source in sources:

@@ -37,7 +37,7 @@ class EnsembleStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class EnsembleTensor:
     """An ensemble's tensor, where it is written."""
 
     writer: str
@@ -98,7 +98,9 @@ def description_of(
 def mismatch(info: ModelInfo, steps: Sequence[EnsembleStep], infos: Sequence[ModelInfo]) -> str | None:
     """Return how an ensemble contradicts the models of its steps, or None. Both have the same order."""
     written = {
-        tensor.name: _Written(f"input '{tensor.name}' of the ensemble", tensor.datatype, info.wire_shape(tensor))
+        tensor.name: EnsembleTensor(
+            f"input '{tensor.name}' of the ensemble", tensor.datatype, info.wire_shape(tensor)
+        )
         for tensor in info.inputs
     }
     for step, model in zip(steps, infos, strict=True):
@@ -108,7 +110,7 @@ def mismatch(info: ModelInfo, steps: Sequence[EnsembleStep], infos: Sequence[Mod
             if tensor.name in step.outputs:
                 writer = f"output '{tensor.name}' of {step}"
                 shape = model.wire_shape(tensor)
-                written[step.outputs[tensor.name]] = _Written(writer, tensor.datatype, shape)
+                written[step.outputs[tensor.name]] = EnsembleTensor(writer, tensor.datatype, shape)
     for tensor in info.outputs:
         if (reason := _difference(written[tensor.name], tensor.datatype, info.wire_shape(tensor))) is not None:
             return f"output '{tensor.name}' of the ensemble {reason}"
@@ -190,7 +192,7 @@ def _ordered(steps: Sequence[EnsembleStep], writers: Mapping[str, EnsembleStep])
 
 
 def _step_mismatch(
-    info: ModelInfo, step: EnsembleStep, model: ModelInfo, written: Mapping[str, _Written]
+    info: ModelInfo, step: EnsembleStep, model: ModelInfo, written: Mapping[str, EnsembleTensor]
 ) -> str | None:
     if model.sequences:
         return "the model keeps state between requests (sequence_batching), which a step of an ensemble cannot"
@@ -217,7 +219,7 @@ def _step_mismatch(
     return None
 
 
-def _difference(tensor: _Written, datatype: str, shape: Sequence[int]) -> str | None:
+def _difference(tensor: EnsembleTensor, datatype: str, shape: Sequence[int]) -> str | None:
     """Return how a reader's datatype or shape differs from a tensor's, as the end of a sentence about the reader."""
     if datatype != tensor.datatype:
         return f"is {datatype}, but {tensor.writer} is {tensor.datatype}"
