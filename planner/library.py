@@ -27,6 +27,8 @@ from cohabit.planner.sizing.shares import Curve
 T = TypeVar("T")
 _DIVISION_VERSION = 6
 """Incremented when memory is divided by other rules."""
+_LADDERS_VERSION = 2
+"""Incremented when ladders have other rungs."""
 
 
 class _DivisionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -187,7 +189,8 @@ def _profiles_key(models: Sequence[ModelDemand]) -> str:
 def _ladders_key(model: ModelDemand, searcher: str) -> str:
     bucket = min(model.graphs)
     graph, profile = model.graphs[bucket], model.profiles[bucket]
-    return fingerprint((cohabit.planner.plan.FORMAT_VERSION, searcher, graph.fingerprint, profile.fingerprint))
+    versions = (_LADDERS_VERSION, cohabit.planner.plan.FORMAT_VERSION)
+    return fingerprint((*versions, searcher, graph.fingerprint, profile.fingerprint))
 
 
 def _usable_ladders(raw: bytes, key: str) -> dict[int, Curve]:

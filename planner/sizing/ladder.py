@@ -48,7 +48,12 @@ def climb(
     """
     points: list[Point] = []
     below: list[Plans] = []
-    for memory in rungs(model, workspace_bytes):
+    memories = rungs(model, workspace_bytes)
+    is_fast = False
+    for memory in memories:
+        # Plans of the last rung keep every parameter, and copy nothing: a smaller one can be as fast, but copies.
+        if is_fast and memory is not memories[-1]:
+            continue
         if most_searches is not None and library.plans(model, memory, searcher) is None:
             if not most_searches:
                 return None
@@ -59,8 +64,7 @@ def climb(
         latency_s = min([provenance.latency_s, *(point.latency_s for point in points[-1:])])
         points.append(Point(memory.partition_bytes, latency_s))
         below = [plans]
-        if latency_s <= model.profiles[min(plans)].compute_s * (1 + 1e-6):
-            break
+        is_fast = latency_s <= model.profiles[min(plans)].compute_s * (1 + 1e-6)
     ladder = tuple(points)
     library.store_ladder(model, searcher, workspace_bytes, ladder)
     return ladder

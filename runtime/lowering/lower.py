@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -79,6 +79,29 @@ class Lowered:
     @cached_property
     def graphs(self) -> dict[Bucket, Graph]:
         return {b: build_graph(self.name, trace, self.manifest) for b, trace in self.traces.items()}
+
+    def lent(self, names: Iterable[str]) -> "Lowered":
+        """Return the model without the bytes of these inputs, whose memory the caller has and counts.
+
+        Inputs that a program changes in place are copied for each run, and count.
+        """
+        changed = {
+            storage.index
+            for trace in self.traces.values()
+            for op in trace.ops
+            for storage in op.mutates
+            if storage.kind == "input"
+        }
+        lent = {n for n, port in enumerate(self.inputs) if port.name in set(names)} - changed
+        if not lent:
+            return self
+        traces = {
+            bucket: replace(
+                trace, input_bytes=tuple(0 if n in lent else nbytes for n, nbytes in enumerate(trace.input_bytes))
+            )
+            for bucket, trace in self.traces.items()
+        }
+        return replace(self, traces=traces)
 
     @property
     def weight_bytes(self) -> int:

@@ -164,7 +164,10 @@ def _made(
     with stage(f"lowering model '{name}'"), _pausing(throttle):
         lowered = _with_config_names(source, lowered_by())
         model.largest_batch = _largest_batch(source, lowered, config)
-        model.sequences = _checked_rules(source, lowered, model.largest_batch)
+        model.sequences = rules = _checked_rules(source, lowered, model.largest_batch)
+        if rules is not None and config.device == "cpu":
+            # A CPU computes with growing states where they are gathered: --queue-memory counts them.
+            lowered = lowered.lent(state.input for state in rules.states if state.axis is not None)
     with stage(f"opening the weights of model '{name}'"), _pausing(throttle):
         model.store = backend.open_store(config.store_kind, lowered.weights_path, lowered.manifest)
     try:

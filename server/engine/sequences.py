@@ -5,11 +5,13 @@ a sequence's next state, which replaces the present one when the request's answe
 request leaves its sequence unchanged, wherever it fails.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 from weakref import WeakSet
 
 import numpy as np
@@ -56,10 +58,15 @@ class StateMemory:
             return sum(load.nbytes for load in self._loads)
 
     def has_room(self, nbytes: int) -> bool:
-        """Evict idle sequences until `nbytes` are free. Returns False if they do not suffice."""
+        """Free what is gathered of idle models, then evict idle sequences, until `nbytes` are free.
+
+        Returns False if they do not suffice.
+        """
         with self.lock:
             while self.used_bytes + nbytes > self.limit_bytes:
-                if nbytes > self.limit_bytes or not self._evict_one():
+                if nbytes > self.limit_bytes:
+                    return False
+                if not any(load.free_gathered() for load in self._loads) and not self._evict_one():
                     return False
             return True
 
@@ -146,7 +153,7 @@ class Sequences:
         self._next: dict[SequenceId, _Next] = {}
         """Of executed requests whose answers are not written yet."""
         self.nbytes = 0
-        """Bytes counted for all these sequences."""
+        """Bytes counted for all these sequences, and for what is gathered of them."""
         memory.add(self)
 
     @property
@@ -165,17 +172,15 @@ class Sequences:
             if self._under_way.get(step.id) is request:
                 del self._under_way[step.id]
             after = self._next.pop(step.id, None)
-            if after is None:
-                return
-            if not kept:
+            if after is not None and not kept:
                 self.nbytes -= after.nbytes
-                return
-            self._known.pop(step.id, None)
-            if after.sequence is None:
-                self._free_gathered()
-            else:
-                after.sequence.used_s = self._memory.clock()
-                self._known[step.id] = after.sequence
+            elif after is not None:
+                self._known.pop(step.id, None)
+                if after.sequence is not None:
+                    after.sequence.used_s = self._memory.clock()
+                    self._known[step.id] = after.sequence
+            if not self._known:
+                self.free_gathered()
 
     def in_rows(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
         """Return the requests in another order: where possible, each in its sequence's row of the last execution."""
@@ -243,7 +248,7 @@ class Sequences:
         shape = (rows, *whole[0].shape[1:axis], capacity, *whole[0].shape[axis + 1 :])
         gathered = self._gathered.get(name)
         if gathered is None or gathered.memory.shape != shape:
-            gathered = self._gathered[name] = _Gathered(np.zeros(shape, whole[0].dtype), [(None, 0)] * rows)
+            gathered = self._new_gathered(name, shape, whole[0].dtype)
         for row, (array, known) in enumerate(zip(whole, found, strict=True)):
             before, length = gathered.rows[row]
             start, place = length if before is known.name else 0, gathered.memory[row : row + 1]
@@ -251,6 +256,18 @@ class Sequences:
             _entries(place, axis, known.length, length)[...] = 0  # clear the row's previous sequence
             gathered.rows[row] = known.name, known.length
         return gathered.memory if self._batched else gathered.memory[0]
+
+    def _new_gathered(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Gathered:
+        """Replace the memory in which a growing state is gathered. Raises Overloaded if it does not fit."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        with self._memory.lock:
+            if (before := self._gathered.pop(name, None)) is not None:
+                self.nbytes -= before.memory.nbytes
+            if not self._memory.has_room(nbytes):
+                raise self._memory_full(nbytes)
+            self.nbytes += nbytes
+            gathered = self._gathered[name] = _Gathered(np.zeros(shape, dtype), [(None, 0)] * shape[0])
+            return gathered
 
     def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array]) -> None:
         """Count the states that an execution of these requests returned, one row each, until `settle`: all or none.
@@ -283,7 +300,8 @@ class Sequences:
         with self._memory.lock:
             if (known := self._known.pop(sequence, None)) is not None:
                 self.nbytes -= known.nbytes
-                self._free_gathered()
+                if not self._known:
+                    self.free_gathered()
 
     def forget_idle(self, now_s: float) -> None:
         """Forget the sequences without a request for `SequenceRules.idle_s`."""
@@ -300,9 +318,13 @@ class Sequences:
         """Iterate over the sequences without a request under way, the least recently used first."""
         return (one for one in self._known.items() if one[0] not in self._under_way)
 
-    def _free_gathered(self) -> None:
-        if not self._known:
-            self._gathered = {}
+    def free_gathered(self) -> bool:
+        """Free what is gathered, unless a request is under way. Returns whether there was anything. Under the lock."""
+        if self._under_way or not self._gathered:
+            return False
+        self.nbytes -= sum(gathered.memory.nbytes for gathered in self._gathered.values())
+        self._gathered = {}
+        return True
 
     def _sequence_after(
         self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array]

@@ -176,7 +176,7 @@ class ProgramServable:
 
     def _in_parts(self, requests: Sequence[Inputs], most: int, on_recording: OnRecording | None) -> Answer:
         """Run the rows of requests in several executions of at most `most` rows each."""
-        rows = {port.name: np.concatenate([inputs[port.name] for inputs in requests]) for port in self.inputs}
+        rows = {port.name: _joined([inputs[port.name] for inputs in requests]) for port in self.inputs}
         count = len(next(iter(rows.values())))
         answers = [
             self.execute([{name: array[start : start + most] for name, array in rows.items()}], own, on_recording)
@@ -266,6 +266,10 @@ def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ..
         own[rows:] = own[rows - 1]
     tensor = torch.from_numpy(own)
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def array_of(tensor: torch.Tensor, rows: int | None = None) -> Array:

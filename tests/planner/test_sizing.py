@@ -279,7 +279,8 @@ def test_a_ladder_goes_from_the_least_size_to_all_resident_and_never_gets_slower
     for demand in MODELS:
         ladder = climbed.ladders(demand, "best")[WORKSPACE]
         sizes, latencies_s = [p.partition_bytes for p in ladder], [p.latency_s for p in ladder]
-        assert sizes == [memory.partition_bytes for memory in rungs(demand, WORKSPACE)][: len(sizes)]
+        every = [memory.partition_bytes for memory in rungs(demand, WORKSPACE)]
+        assert sizes == [*every[: len(sizes) - 1], every[-1]]
         assert sizes == sorted(set(sizes))
         assert latencies_s == sorted(latencies_s, reverse=True)
         assert latencies_s[-1] == pytest.approx(demand.profiles[Bucket(1)].compute_s)
@@ -287,6 +288,21 @@ def test_a_ladder_goes_from_the_least_size_to_all_resident_and_never_gets_slower
             plans = climbed.plans(demand, Memory(WORKSPACE, size), "best")
             assert plans is not None
             assert plans.keys() == demand.graphs.keys()
+
+
+@pytest.mark.long
+def test_memory_for_all_parameters_has_plans_that_copy_nothing(climbed: Library) -> None:
+    """Layouts with one region need such plans; smaller rungs may be as fast, but copy while they compute."""
+    links = {b: profile_of(g, 1.0, bandwidth=100 * PAGE) for b, g in MODELS[1].graphs.items()}
+    hidden = replace(MODELS[1], name="hidden", profiles=links)
+    climb(hidden, WORKSPACE, climbed)
+    assert len(climbed.ladders(hidden, "best")[WORKSPACE]) < len(rungs(hidden, WORKSPACE))
+    for demand in (*MODELS, hidden):
+        partition_bytes = MemoryDemand.of(demand).parameter_bytes
+        for memory in (Memory(WORKSPACE, partition_bytes), Memory(WORKSPACE, partition_bytes + PAGE)):
+            plans = climbed.plans_of_rung(demand, memory, "best")
+            assert plans is not None
+            assert not [step for plan in plans.values() for step in plan.steps if isinstance(step, SwapIn)]
 
 
 @pytest.mark.long

@@ -359,6 +359,34 @@ def test_what_grows_and_who_is_told_must_agree(text: str, more: str, message: st
         rules_of(config(text, more), info, {"f": Path("f")})
 
 
+async def test_what_is_gathered_for_an_execution_takes_part_of_the_states_memory() -> None:
+    """It is given up for other models' sequences before any sequence is."""
+    clock = Clock()
+    rules = rules_of(config(GROWS, LENGTHS), GROWING, {})
+    assert rules is not None
+    gathered_bytes, grown_bytes, plain_bytes = 2 * 40 * 4, 2 * 16 * 4 + 1024, 2 * 4 + 1024
+    memory = StateMemory(grown_bytes + plain_bytes, clock)
+    plain = rules_of(config(STATE + " max_sequence_idle_microseconds: 60000000"), WHOLE, {})
+    lane = ComputeLane(Scheduler(64), state_memory=memory)
+    lane.add(FakeServable(with_sequences(GROWING, rules), grown), ModelStatistics(), None, rules)
+    other = replace(with_sequences(WHOLE, plain), name="n")
+    lane.add(FakeServable(other, lambda x, before: {"y": x, "after": before + x}), ModelStatistics(), None, plain)
+    lane.start()
+    try:
+
+        async def ask(asked: Request) -> None:
+            await lane.infer(asked)
+            lane.settle(asked, kept=True)
+
+        x = np.ones((1, 1), np.float32)
+        await ask(Request(KEY, {"x": x}, 1, (RequestedOutput("y"),), sequence=SequenceStep(1, True, False)))
+        assert memory.used_bytes == gathered_bytes + grown_bytes
+        await ask(replace(request(2, start=True), model=ModelKey("n", 1)))
+        assert memory.used_bytes == grown_bytes + plain_bytes, "both go on"
+    finally:
+        assert await lane.stop()
+
+
 @pytest.mark.parametrize("seed", range(20))
 async def test_growing_states_have_what_their_own_requests_have_added(seed: int) -> None:
     """Sequences that come, go, fail and begin again, whatever is batched with them."""
@@ -379,6 +407,14 @@ async def test_growing_states_have_what_their_own_requests_have_added(seed: int)
     lane.add(servable, ModelStatistics(), None, rules)
     lane.start()
     known: dict[int, list[float]] = {}
+
+    def counted() -> bool:
+        """Whether all states, and what is gathered of them, are counted."""
+        found = lane.sequences(KEY)
+        assert found is not None
+        gathered = sum(each.memory.nbytes for each in found._gathered.values())
+        return found.nbytes == sum(sequence.nbytes for sequence in found._known.values()) + gathered
+
     try:
         for _ in range(120):
             sequence, start, end = draws.randrange(4), draws.random() < 0.2, draws.random() < 0.1
@@ -397,6 +433,7 @@ async def test_growing_states_have_what_their_own_requests_have_added(seed: int)
                 continue
             answer = await lane.infer(asked)
             lane.settle(asked, kept=True)
+            assert counted()
             assert before is not None
             after = before + values
             assert answer.outputs["y"][0].tolist() == [sum(after), len(after)]
