@@ -8,8 +8,7 @@ from torch import Tensor, nn
 import cohabit
 
 CONFIG = """
-platform: "ensemble" max_batch_size: 4
-input { name: "image" data_type: TYPE_FP32 dims: [ 3, 64, 64 ] }
+platform: "ensemble" max_batch_size: 4 input { name: "image" data_type: TYPE_FP32 dims: [ 3, 64, 64 ] }
 output [ { name: "scores" data_type: TYPE_FP32 dims: [ 4 ] }, { name: "classes" data_type: TYPE_FP32 dims: [ 4, 5 ] } ]
 ensemble_scheduling {
   step { model_name: "detector" model_version: -1 input_map { key: "image" value: "image" }
@@ -21,12 +20,15 @@ ensemble_scheduling {
 """
 
 
-class Detector(nn.Sequential):
+class Detector(nn.Module):
     def __init__(self) -> None:
-        super().__init__(nn.Conv2d(3, 8, 8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 20), nn.Sigmoid())
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 20), nn.Sigmoid()
+        )
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
-        found = super().forward(image).unflatten(1, (4, 5))
+        found = self.layers(image).unflatten(1, (4, 5))
         return {"boxes": found[..., :4], "scores": found[..., 4]}
 
 
@@ -38,12 +40,13 @@ class Crop(nn.Module):
         return {"crops": weights[:, :, 1, None] @ image[:, None] @ weights[:, :, 0, None].mT}
 
 
-class Classifier(nn.Sequential):
+class Classifier(nn.Module):
     def __init__(self) -> None:
-        super().__init__(nn.Flatten(2), nn.Linear(3 * 16 * 16, 64), nn.ReLU(), nn.Linear(64, 5))
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(2), nn.Linear(3 * 16 * 16, 64), nn.ReLU(), nn.Linear(64, 5))
 
     def forward(self, crops: Tensor) -> dict[str, Tensor]:
-        return {"classes": super().forward(crops)}
+        return {"classes": self.layers(crops)}
 
 
 def main() -> None:
@@ -51,10 +54,9 @@ def main() -> None:
     image, boxes, crops = torch.rand(2, 3, 64, 64), torch.rand(2, 4, 4), torch.rand(2, 4, 3, 16, 16)
     batch = torch.export.Dim("batch", max=4)
     for step, inputs in ((Detector(), (image,)), (Crop(), (image, boxes)), (Classifier(), (crops,))):
-        folder = Path("pipeline", type(step).__name__.lower(), "1")
-        folder.mkdir(parents=True, exist_ok=True)
-        program = torch.export.export(step, inputs, dynamic_shapes=({0: batch},) * len(inputs))
-        torch.export.save(program, folder / "model.pt2")
+        archive = Path("pipeline", type(step).__name__.lower(), "1", "model.pt2")
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        torch.export.save(torch.export.export(step, inputs, dynamic_shapes=({0: batch},) * len(inputs)), archive)
     Path("pipeline/pipeline/1").mkdir(parents=True, exist_ok=True)
     Path("pipeline/pipeline/config.pbtxt").write_text(CONFIG)
     with cohabit.Server("pipeline", "2MiB") as server:

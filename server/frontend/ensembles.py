@@ -7,12 +7,11 @@ offsets. The lease ends with the last step that reads it.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
 from cohabit.server.errors import (
-    ExecutionFailed,
     ModelNotFound,
     Overloaded,
     Refused,
@@ -22,16 +21,22 @@ from cohabit.server.errors import (
 from cohabit.server.frontend.engine_client import EngineClient, infer_or_succeed
 from cohabit.server.frontend.memory import Lease, inputs_in
 from cohabit.server.ipc.model import ENSEMBLE, Array, ModelInfo, ModelKey
-from cohabit.server.ipc.request import Answer, Request, RequestedOutput, Timing
+from cohabit.server.ipc.request import Answer, Parameters, Request, RequestedOutput, Timing
 from cohabit.server.ipc.spans import OnSpans
-from cohabit.server.ipc.statistics import REJECTIONS, EngineReport, ModelCounters, ModelStatistics
+from cohabit.server.ipc.statistics import REJECTIONS, EngineReport, FailureReason, ModelCounters, ModelStatistics
 from cohabit.server.observe.request_trace import CURRENT
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 from cohabit.server.protocol.shared_memory import Regions, RegionUse, no_system
 from cohabit.server.triton.ensembles import EnsembleStep, steps_of
 from cohabit.server.triton.model_config import ModelConfig
 
-_BINARY = {"binary_data": True}
+_BINARY: Parameters = {"binary_data": True}
+_FAILURES: Mapping[str, FailureReason] = {
+    "RequestTimedOut": "REJECTED",
+    "ExecutionFailed": "BACKEND",
+    "EngineFailed": "BACKEND",
+}
+"""Reasons of failures, by `RequestError.kind`; those of others are OTHER."""
 _NO_REGIONS = RegionUse(Regions(no_system))
 """Steps read and write no shared memory of clients."""
 
@@ -85,9 +90,7 @@ class Ensembles:
             if (reason := REJECTIONS.get(error.kind)) is not None:
                 statistics.rejected(reason)
             if not isinstance(error, Overloaded):
-                kind = "REJECTED" if isinstance(error, RequestTimedOut) else "OTHER"
-                is_failure = isinstance(error, ExecutionFailed) or error.kind == "EngineFailed"
-                statistics.failed("BACKEND" if is_failure else kind, time.monotonic() - began_s)
+                statistics.failed(_FAILURES.get(error.kind, "OTHER"), time.monotonic() - began_s)
             raise
         statistics.executed([answer.timing], time.time())
         return answer

@@ -73,8 +73,8 @@ def label_of(trace: RequestTrace) -> dict[str, str | None]:
 
 def stages_of(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
     """Yield the name, start and end of each stage, in order; for an ensemble, of each step."""
-    for model, timing in trace.steps:
-        yield model, timing.queued_s, timing.started_s + timing.busy_s
+    for model, executed in trace.steps:
+        yield model, executed.queued_s, executed.started_s + executed.busy_s
     if (timing := trace.timing) is None:
         return
     computed_s = timing.started_s + max(timing.busy_s - timing.output_s, 0.0)

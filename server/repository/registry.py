@@ -165,8 +165,8 @@ class Registry:
                 return _ensemble(source, ModelState.UNAVAILABLE, reason)
         if loading:
             return _ensemble(source, ModelState.LOADING, loading)
-        if (reason := mismatch(source.info, source.steps, infos)) is not None:
-            return _ensemble(source, ModelState.UNAVAILABLE, f"config.pbtxt: ensemble_scheduling: {reason}")
+        if (contradiction := mismatch(source.info, source.steps, infos)) is not None:
+            return _ensemble(source, ModelState.UNAVAILABLE, f"config.pbtxt: ensemble_scheduling: {contradiction}")
         return replace(_ensemble(source, ModelState.READY), info=source.info)
 
     def _contains_itself(self, source: EnsembleSource) -> bool:

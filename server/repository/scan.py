@@ -105,8 +105,8 @@ def find(path: Path) -> ModelSource:
         if isinstance(latest, Unloadable):
             raise RepositoryError(f"version {latest.version}: {latest.reason}")
         if isinstance(latest, EnsembleSource):
-            models = ", ".join(f"'{step.model}'" for step in latest.steps)
-            raise RepositoryError(f"it is an ensemble, which has no program; give one of its models: {models}")
+            steps = ", ".join(f"'{step.model}'" for step in latest.steps)
+            raise RepositoryError(f"it is an ensemble, which has no program; give one of its models: {steps}")
         return latest
     except RepositoryError as error:
         models = sorted(child.name for child in folder.iterdir() if any(child.glob(f"*/{_PROGRAM}")))

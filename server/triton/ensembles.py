@@ -203,19 +203,19 @@ def _step_mismatch(
         for own, tensor in mapped.items():
             if own not in names:
                 return f"the model has no {kind} '{own}' for tensor '{tensor}'; it has {', '.join(names)}"
-    for own_spec in model.inputs:
-        if own_spec.name not in step.inputs:
-            if own_spec.default is None:
-                return f"input '{own_spec.name}' of the model is not in input_map"
+    for spec in model.inputs:
+        if spec.name not in step.inputs:
+            if spec.default is None:
+                return f"input '{spec.name}' of the model is not in input_map"
             continue
-        name = step.inputs[own_spec.name]
-        tensor = written[name]
-        reason = _difference(tensor, own_spec.datatype, model.wire_shape(own_spec))
-        rows = tensor.shape[0] if tensor.shape else -1
+        name = step.inputs[spec.name]
+        source = written[name]
+        reason = _difference(source, spec.datatype, model.wire_shape(spec))
+        rows = source.shape[0] if source.shape else -1
         if reason is None and rows > model.max_batch_size > 0:
-            reason = f"takes batches of up to {model.max_batch_size}, {tensor.writer} is a batch of {rows}"
+            reason = f"takes batches of up to {model.max_batch_size}, {source.writer} is a batch of {rows}"
         if reason is not None:
-            return f"input '{own_spec.name}' {reason} (tensor '{name}')"
+            return f"input '{spec.name}' {reason} (tensor '{name}')"
     return None
 
 

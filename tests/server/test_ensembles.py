@@ -555,7 +555,12 @@ async def test_steps_without_order_run_at_the_same_time_and_one_failure_ends_the
 async def test_a_step_gets_the_priority_of_the_request_and_reads_the_tensor_where_the_last_one_wrote_it() -> None:
     model, memory = transport_fakes.identity("double"), RequestMemory(1 << 20)
     written: list[int | None] = []
-    model.function = lambda x: (written.append(memory.offset_of(x)), {"y": x})[1]
+
+    def identity_of(x: Array) -> dict[str, Array]:
+        written.append(memory.offset_of(x))
+        return {"y": x}
+
+    model.function = identity_of
     engine = catalogued(model, twice=TWICE)
     await infer_over(engine, memory, "twice", priority=3, timeout_s=5.0)
     assert [request.priority for request in model.requests] == [3, 3]
