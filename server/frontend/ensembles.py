@@ -7,7 +7,8 @@ offsets. The lease ends with the last step that reads it.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -41,34 +42,58 @@ _NO_REGIONS = RegionUse(Regions(no_system))
 """Steps read and write no shared memory of clients."""
 
 
+@dataclass(frozen=True, slots=True)
+class TensorFlow:
+    """Which steps of an ensemble read what which others write. Steps go by their numbers."""
+
+    config: bytes
+    """The configuration that it was read from."""
+    steps: tuple[EnsembleStep, ...]
+    writers: Mapping[str, int]
+    """By tensor; the ensemble's inputs have none."""
+    sources: Mapping[int, Set[int]]
+    """Steps whose outputs a step reads."""
+    followers: Mapping[int, Sequence[EnsembleStep]]
+    """Steps that read outputs of a step."""
+    readers: Counter[str]
+    """Number of steps that read a tensor."""
+
+    @classmethod
+    def of(cls, name: str, config: bytes) -> "TensorFlow":
+        steps = steps_of(name, ModelConfig.FromString(config))
+        writers = {tensor: step.number for step in steps for tensor in step.outputs.values()}
+        sources = {s.number: {writers[t] for t in s.inputs.values() if t in writers} for s in steps}
+        followers = {step.number: [s for s in steps if step.number in sources[s.number]] for step in steps}
+        readers = Counter(tensor for step in steps for tensor in set(step.inputs.values()))
+        return cls(config, steps, writers, sources, followers, readers)
+
+
 class Ensembles:
     """The ensembles of a front end, with their counters. Event loop's thread only."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        self._steps: dict[ModelKey, tuple[bytes, tuple[EnsembleStep, ...]]] = {}
-        """Steps of each ensemble, and the configuration that they were read from."""
+        self._flows: dict[ModelKey, TensorFlow] = {}
         self._statistics: dict[ModelKey, ModelStatistics] = {}
 
     def __contains__(self, model: ModelKey) -> bool:
         entry = self.client.catalog.get(*model)
         return entry is not None and entry.info is not None and entry.info.platform == ENSEMBLE
 
-    def steps(self, model: ModelKey) -> tuple[EnsembleStep, ...]:
-        """Return an ensemble's steps, in an executable order. Raises ModelNotFound if it is no longer served."""
+    def flow(self, model: ModelKey) -> TensorFlow:
+        """Return an ensemble's steps, as they are configured now. Raises ModelNotFound if it is no longer served."""
         entry = self.client.catalog.get(*model)
         if entry is None or entry.info is None or entry.config is None:
             raise ModelNotFound(*model, reason="unloaded" if entry is None else entry.reason)
-        read, steps = self._steps.get(model, (b"", ()))
-        if read != entry.config:
-            steps = steps_of(model.name, ModelConfig.FromString(entry.config))
-            self._steps[model] = entry.config, steps
-        return steps
+        flow = self._flows.get(model)
+        if flow is None or flow.config != entry.config:
+            flow = self._flows[model] = TensorFlow.of(model.name, entry.config)
+        return flow
 
     def own_steps(self, name: str) -> list[str]:
         """Return the models that are steps of this ensemble's READY versions, and of no other READY ensemble."""
         models = {
-            entry.name: {step.model for step in self.steps(entry.key)}
+            entry.name: {step.model for step in self.flow(entry.key).steps}
             for entry in self.client.catalog
             if entry.is_ready and entry.key in self
         }
@@ -108,7 +133,9 @@ class Ensembles:
         return EngineReport(report.models | own, report.device)
 
     def _counted(self, model: ModelKey) -> ModelStatistics:
-        return self._statistics.setdefault(model, ModelStatistics())
+        if (statistics := self._statistics.get(model)) is None:
+            statistics = self._statistics[model] = ModelStatistics()
+        return statistics
 
 
 class EnsembleRun:
@@ -123,40 +150,39 @@ class EnsembleRun:
         on_spans: OnSpans | None,
     ) -> None:
         """Raises ModelNotFound if the ensemble is no longer served."""
-        steps = ensembles.steps(request.model)
+        self._flow = flow = ensembles.flow(request.model)
         self._ensembles = ensembles
         self._request = request
-        self._steps = steps
         self._lease = lease
         self._on_spans = on_spans
-        self._writers = {tensor: step.number for step in steps for tensor in step.outputs.values()}
-        self._leases = {step.number: lease.memory.lease() for step in steps}
-        """Leases of the steps' outputs, by the number of the step."""
+        self._models: dict[int, ModelInfo] = {}
+        """Versions that this request runs on, by step."""
+        self._leases = {step.number: lease.memory.lease() for step in flow.steps}
+        """Leases of the steps' outputs."""
         self._held = set(self._leases)
         """Those among them that this run holds; the others last as long as a reader keeps them."""
         self._tensors = dict(request.inputs)
         """The ensemble's tensors that exist and will be read."""
         self._datatypes = {tensor.name: tensor.datatype for tensor in info.inputs}
-        self._readers = Counter(tensor for step in steps for tensor in set(step.inputs.values()))
+        self._readers = flow.readers.copy()
         """Number of steps that will read a tensor, and one more if it is in the answer."""
         self._readers.update(output.name for output in request.outputs)
+        self._answered = {flow.writers[output.name] for output in request.outputs}
+        """Steps that write outputs of the answer."""
+        self._waits = {number: len(sources) for number, sources in flow.sources.items()}
+        """Number of steps that have to be executed before a step."""
         self._timings: list[Timing] = []
 
     async def answer(self) -> Answer:
         """Execute the steps, each as soon as its inputs exist."""
-        answered = {self._writers[output.name] for output in self._request.outputs}
-        tasks: dict[int, asyncio.Task[None]] = {}
         try:
-            infos = [self._model_of(step) for step in self._steps]  # the versions that this request runs on
-            for step in self._steps:
+            for step in self._flow.steps:
+                self._models[step.number] = self._model_of(step)
                 for source in self._sources(step):
                     self._leases[step.number].keep(source)
             async with asyncio.TaskGroup() as group:
-                for step, info in zip(self._steps, infos, strict=True):
-                    before = [tasks[number] for number in self._before(step)]
-                    work = self._execute(step, info, before, is_answer=step.number in answered)
-                    tasks[step.number] = group.create_task(work)
-            for number in answered:
+                await self._follow([step for step in self._flow.steps if not self._waits[step.number]], group)
+            for number in self._answered:
                 self._lease.keep(self._leases[number])
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
@@ -166,13 +192,22 @@ class EnsembleRun:
         outputs = {output.name: self._tensors[output.name] for output in self._request.outputs}
         return Answer(self._request.model, outputs, self._timing())
 
-    def _before(self, step: EnsembleStep) -> set[int]:
-        """Return the steps whose outputs a step reads, by number."""
-        return {self._writers[tensor] for tensor in step.inputs.values() if tensor in self._writers}
+    async def _follow(self, ready: Sequence[EnsembleStep], group: asyncio.TaskGroup) -> None:
+        """Execute steps, and those that they make ready: one after the other in this task, others in tasks."""
+        while ready:
+            step, *others = ready
+            for other in others:
+                group.create_task(self._follow([other], group))
+            await self._execute(step)
+            ready = []
+            for follower in self._flow.followers[step.number]:
+                self._waits[follower.number] -= 1
+                if not self._waits[follower.number]:
+                    ready.append(follower)
 
     def _sources(self, step: EnsembleStep) -> list[Lease]:
         """Return the leases of a step's inputs."""
-        return [self._lease, *(self._leases[number] for number in self._before(step))]
+        return [self._lease, *(self._leases[number] for number in self._flow.sources[step.number])]
 
     def _model_of(self, step: EnsembleStep) -> ModelInfo:
         try:
@@ -180,12 +215,8 @@ class EnsembleRun:
         except RequestError as error:
             raise self._named(step, error) from error
 
-    async def _execute(
-        self, step: EnsembleStep, info: ModelInfo, before: Sequence[asyncio.Task[None]], *, is_answer: bool
-    ) -> None:
-        for task in before:
-            await task
-        lease, sources = self._leases[step.number], self._sources(step)
+    async def _execute(self, step: EnsembleStep) -> None:
+        info, lease = self._models[step.number], self._leases[step.number]
         try:
             request = self._request_of(step, info)
             if info.platform == ENSEMBLE:
@@ -197,7 +228,7 @@ class EnsembleRun:
                     trace.steps.append((step.model, answer.timing))
         except RequestError as error:
             raise self._named(step, error) from error
-        for source in sources:
+        for source in self._sources(step):
             lease.drop(source)
         self._timings.append(answer.timing)
         for tensor in set(step.inputs.values()):
@@ -208,7 +239,7 @@ class EnsembleRun:
             tensor = step.outputs.get(output.name, "")
             if self._readers[tensor]:
                 self._tensors[tensor], self._datatypes[tensor] = answer.outputs[output.name], output.datatype
-        if not is_answer:
+        if step.number not in self._answered:
             self._held.remove(step.number)
             lease.release()
 
@@ -248,15 +279,16 @@ class EnsembleRun:
 
     def _timing(self) -> Timing:
         """Return the sums of the steps' times."""
-        timings = self._timings
-        queued_s = min(timing.queued_s for timing in timings)
+        queue_s = busy_s = compute_s = stall_s = output_s = 0.0
+        swapped_bytes = 0
+        for timing in self._timings:
+            queue_s += timing.started_s - timing.queued_s
+            busy_s += timing.busy_s
+            compute_s += timing.compute_s
+            stall_s += timing.stall_s
+            output_s += timing.output_s
+            swapped_bytes += timing.swapped_bytes
+        began_s = self._timings[0].queued_s
         return Timing(
-            queued_s=queued_s,
-            started_s=queued_s + sum(timing.started_s - timing.queued_s for timing in timings),
-            busy_s=sum(timing.busy_s for timing in timings),
-            compute_s=sum(timing.compute_s for timing in timings),
-            stall_s=sum(timing.stall_s for timing in timings),
-            output_s=sum(timing.output_s for timing in timings),
-            swapped_bytes=sum(timing.swapped_bytes for timing in timings),
-            rows=self._request.batch,
+            began_s, began_s + queue_s, busy_s, compute_s, stall_s, output_s, swapped_bytes, self._request.batch
         )

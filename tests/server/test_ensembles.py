@@ -545,9 +545,13 @@ async def test_steps_without_order_run_at_the_same_time_and_one_failure_ends_the
     def fail(x: Array) -> dict[str, Array]:
         raise RuntimeError("no")
 
-    left.function, left.gate, right.gate = fail, None, transport_fakes.Gate()
+    left.function, left.gate, right.gate = fail, transport_fakes.Gate(), transport_fakes.Gate()
+    answer = asyncio.create_task(infer_over(engine, memory, "both"))
+    for gate in (left.gate, right.gate):
+        assert await asyncio.to_thread(gate.entered.acquire, timeout=20)
+    left.gate.open()
     with pytest.raises(ExecutionFailed, match=r"ensemble 'both', step 1 \('l'\): model 'l' failed to execute: no"):
-        await infer_over(engine, memory, "both")
+        await answer
     assert right.gate.cancelled.acquire(blocking=False)
     assert memory.used_bytes == 0
 

@@ -1,0 +1,165 @@
+"""Ensembles against the calls that they replace: an ensemble of one against its model, three steps against three calls.
+
+Open loop over HTTP with `tritonclient`, Poisson arrivals, the same in both ways; latencies count from the arrival.
+"""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import tritonclient.http as triton
+import tritonclient.http.aio
+from numpy.typing import NDArray
+
+from benchmarks.record import markdown_table, parser_of, publish
+from benchmarks.scrape import serve_command
+from benchmarks.turns import Quartiles, turns
+from cohabit.loadgen.client import address_of
+from cohabit.loadgen.server_process import running_server
+from cohabit.loadgen.zoo.exporting import save_model
+from cohabit.loadgen.zoo.seeded import seeded
+
+WIDTH, LAYERS, STEPS = 768, 4, 3
+RATES = (100.0, 300.0)
+CHAIN_RATE = 100.0
+PATIENCE_S = 300.0
+MOST_OVER_MODEL, MOST_OVER_CALLS = 1.05, 0.9
+"""What an ensemble may take: of its only model's latency, and of the p99 of a client's calls of its three models."""
+
+Latencies = NDArray[np.float64]
+Way = tuple[str, float]
+"""A kind of request, and its rate per second."""
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return {"y": x}
+
+
+def prepare(repository: Path) -> None:
+    """Write three models, and ensembles of the first one and of all of them."""
+    for number in range(STEPS):
+        path = repository / f"model_{number}" / "1" / "model.pt2"
+        if not path.exists():
+            with seeded(number):
+                batch = {"x": {0: torch.export.Dim("batch", max=8)}}
+                program = torch.export.export(
+                    Layers().eval(), (), {"x": torch.zeros(2, WIDTH)}, dynamic_shapes=batch
+                )
+            save_model(program, path, {})
+    tensors = "".join(
+        f"{kind} {{ name: '{name}' data_type: TYPE_FP32 dims: {WIDTH} }}\n"
+        for kind, name in (("input", "x"), ("output", "y"))
+    )
+    for name, count in (("ensemble_of_1", 1), ("ensemble_of_3", STEPS)):
+        names = ["x", *(f"between_{number}" for number in range(1, count)), "y"]
+        steps = "".join(
+            f"step {{ model_name: 'model_{number}' input_map {{ key: 'x' value: '{names[number]}' }}"
+            f" output_map {{ key: 'y' value: '{names[number + 1]}' }} }}\n"
+            for number in range(count)
+        )
+        (repository / name / "1").mkdir(parents=True, exist_ok=True)
+        config = f"platform: 'ensemble' max_batch_size: 8\n{tensors}ensemble_scheduling {{ {steps} }}\n"
+        (repository / name / "config.pbtxt").write_text(config)
+
+
+class Caller:
+    """Client of one server. A request is one call, or several in turn."""
+
+    def __init__(self, client: tritonclient.http.aio.InferenceServerClient) -> None:
+        self._client = client
+        self._x = np.random.default_rng(0).standard_normal((1, WIDTH)).astype(np.float32)
+
+    async def call(self, *models: str) -> NDArray[np.float32]:
+        y = self._x
+        for model in models:
+            sent = triton.InferInput("x", list(y.shape), "FP32")
+            sent.set_data_from_numpy(y)
+            y = (await self._client.infer(model, [sent])).as_numpy("y")
+        return y
+
+    async def open_loop(self, models: Sequence[str], rate_per_s: float, seconds: float, seed: int) -> Latencies:
+        """Return seconds from each arrival to its answer."""
+        loop = asyncio.get_running_loop()
+        gaps = np.random.default_rng(seed).exponential(1 / rate_per_s, round(rate_per_s * seconds))
+        start_s = loop.time() + 0.1
+
+        async def one(arrival_s: float) -> float:
+            await asyncio.sleep(start_s + arrival_s - loop.time())
+            await self.call(*models)
+            return loop.time() - start_s - arrival_s
+
+        return np.array(await asyncio.gather(*map(one, np.cumsum(gaps).tolist())))
+
+
+async def measure(url: str, options: argparse.Namespace) -> dict[Way, list[Latencies]]:
+    async with tritonclient.http.aio.InferenceServerClient(address_of(url), conn_limit=512) as client:
+        caller = Caller(client)
+        calls = tuple(f"model_{number}" for number in range(STEPS))
+        ways: dict[Way, tuple[str, ...]] = {}
+        for rate in RATES:
+            ways |= {("model", rate): calls[:1], ("ensemble of 1", rate): ("ensemble_of_1",)}
+        ways |= {("3 calls", CHAIN_RATE): calls, ("ensemble of 3", CHAIN_RATE): ("ensemble_of_3",)}
+        if not np.array_equal(await caller.call(*calls), await caller.call("ensemble_of_3")):
+            raise ValueError("the ensemble's answer differs from its steps'")
+        for models in ways.values():
+            await caller.open_loop(models, 100.0, 1.0, seed=0)  # warm up
+        found: dict[Way, list[Latencies]] = {way: [] for way in ways}
+        for number, way in turns(ways, options.rounds):
+            found[way].append(await caller.open_loop(ways[way], way[1], options.seconds, seed=number))
+        return found
+
+
+def table(found: Mapping[Way, Sequence[Latencies]]) -> tuple[str, bool]:
+    rows, holds = [], True
+    for one, other, rate in (
+        *(("ensemble of 1", "model", rate) for rate in RATES),
+        ("ensemble of 3", "3 calls", CHAIN_RATE),
+    ):
+        row = [f"{one} over {other}", f"{rate:g}"]
+        for percentile in (50, 99):
+            ours, theirs = ([float(np.percentile(r, percentile)) for r in found[way, rate]] for way in (one, other))
+            ratio = Quartiles.of_ratios(ours, theirs)
+            row += [*(f"{np.median(seconds) * 1e3:.2f}" for seconds in (theirs, ours)), str(ratio)]
+            most = MOST_OVER_MODEL if other == "model" else MOST_OVER_CALLS
+            holds &= ratio.middle <= most or (other == "3 calls" and percentile == 50)
+        rows.append(row)
+    header = ["", "per second", *(f"{p} {what}" for p in ("p50", "p99") for what in ("calls", "ensemble", "ratio"))]
+    return markdown_table(header, rows), holds
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = parser_of("benchmarks.ensembles", __doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of all ways (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds of each (default: %(default)s)")
+    options = parser.parse_args(argv)
+    repository = options.folder / "ensembles"
+    prepare(repository)
+
+    async def run() -> dict[Way, list[Latencies]]:
+        command = serve_command(repository, "120%", None, options.folder / "ensembles-cache")
+        async with running_server(command, PATIENCE_S) as url:
+            return await measure(url, options)
+
+    shown, holds = table(asyncio.run(run()))
+    publish(options, "Ensembles and the calls that they replace", [ABOUT, shown])
+    return 0 if holds else 1
+
+
+ABOUT = f"""Milliseconds over HTTP, batch 1, everything resident. Each model has {LAYERS} layers of {WIDTH} by {WIDTH}.
+Medians of the rounds, and the quartiles of the rounds' ratios, in turns. To hold: at most {MOST_OVER_MODEL} for an
+ensemble of one, and at most {MOST_OVER_CALLS} for the p99 of three steps.
+"""
+
+if __name__ == "__main__":
+    sys.exit(main())
