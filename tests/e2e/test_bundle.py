@@ -25,8 +25,18 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.errors import ConfigError, StartFailed
 from tests.support.e2e.machine import as_root, memory_cgroup
-from tests.support.e2e.serving import QUICK_SEARCH, ROOT, Running, process, refused_start, repository_index, serving
-from tests.support.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
+from tests.support.e2e.serving import (
+    QUICK_SEARCH,
+    ROOT,
+    Running,
+    infer,
+    process,
+    refused_start,
+    repository_index,
+    serving,
+)
+from tests.support.e2e.stacks import WEIGHTS_MIB, Stacks, X, answer, is_answer_of
+from tests.support.server.ensembles import config_text, put, step, tensor
 
 MODELS, BATCHES = "abc", "1,2"
 SEARCH = ("--search", QUICK_SEARCH)
@@ -58,6 +68,9 @@ def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path
     (root / "a" / "config.pbtxt").write_text(config)
     (root / "a" / "labels").write_text("first\nsecond")
     (root / "b" / "tokenizer.json").write_text("a tokenizer")
+    tensors = tensor("input", "X", dims="512") + tensor("output", "Y", dims="512")
+    head = "platform: 'ensemble' max_batch_size: 2\n"
+    put(root, "ensemble", config_text(tensors, step("a", {"x": "X"}, {"out": "Y"}), head=head))
     return root
 
 
@@ -86,6 +99,7 @@ def test_a_bundle_gives_the_bits_of_resident_models(repository: Path, plans: Pat
         assert residents < len(MODELS) * WEIGHTS_MIB << 20
         for name in (*MODELS, *MODELS):
             np.testing.assert_array_equal(answer(server, name), wanted[name])
+        np.testing.assert_array_equal(infer(server.address, "ensemble", {"X": X})["Y"], wanted["a"])
         assert server.placement.models["a", 1].servable.info.outputs[0].labels == ("first", "second")
 
 
