@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import tritonclient.http as triton
-import tritonclient.http.aio
 from numpy.typing import NDArray
+from tritonclient.http.aio import InferenceServerClient as HttpClient
 
 from benchmarks.record import markdown_table, parser_of, publish
 from benchmarks.scrape import serve_command
@@ -24,8 +24,7 @@ from cohabit.loadgen.zoo.exporting import save_model
 from cohabit.loadgen.zoo.seeded import seeded
 
 WIDTH, LAYERS, STEPS = 768, 4, 3
-RATES = (100.0, 300.0)
-CHAIN_RATE = 100.0
+RATES, CHAIN_RATE = (100.0, 300.0), 50.0
 PATIENCE_S = 300.0
 MOST_OVER_MODEL, MOST_OVER_CALLS = 1.05, 0.9
 """What an ensemble may take: of its only model's latency, and of the p99 of a client's calls of its three models."""
@@ -57,10 +56,8 @@ def prepare(repository: Path) -> None:
                     Layers().eval(), (), {"x": torch.zeros(2, WIDTH)}, dynamic_shapes=batch
                 )
             save_model(program, path, {})
-    tensors = "".join(
-        f"{kind} {{ name: '{name}' data_type: TYPE_FP32 dims: {WIDTH} }}\n"
-        for kind, name in (("input", "x"), ("output", "y"))
-    )
+    ends = f"data_type: TYPE_FP32 dims: {WIDTH}"
+    head = f"platform: 'ensemble' max_batch_size: 8 input {{ name: 'x' {ends} }} output {{ name: 'y' {ends} }}\n"
     for name, count in (("ensemble_of_1", 1), ("ensemble_of_3", STEPS)):
         names = ["x", *(f"between_{number}" for number in range(1, count)), "y"]
         steps = "".join(
@@ -69,63 +66,55 @@ def prepare(repository: Path) -> None:
             for number in range(count)
         )
         (repository / name / "1").mkdir(parents=True, exist_ok=True)
-        config = f"platform: 'ensemble' max_batch_size: 8\n{tensors}ensemble_scheduling {{ {steps} }}\n"
-        (repository / name / "config.pbtxt").write_text(config)
+        (repository / name / "config.pbtxt").write_text(f"{head}ensemble_scheduling {{ {steps} }}\n")
 
 
-class Caller:
-    """Client of one server. A request is one call, or several in turn."""
+async def call(client: HttpClient, *models: str) -> NDArray[np.float32]:
+    """Send one request to each model in turn: the output of one is the input of the next."""
+    y = np.linspace(-1, 1, WIDTH, dtype=np.float32)[None]
+    for model in models:
+        sent = triton.InferInput("x", list(y.shape), "FP32")
+        y = (await client.infer(model, [sent.set_data_from_numpy(y)])).as_numpy("y")
+    return y
 
-    def __init__(self, client: tritonclient.http.aio.InferenceServerClient) -> None:
-        self._client = client
-        self._x = np.random.default_rng(0).standard_normal((1, WIDTH)).astype(np.float32)
 
-    async def call(self, *models: str) -> NDArray[np.float32]:
-        y = self._x
-        for model in models:
-            sent = triton.InferInput("x", list(y.shape), "FP32")
-            sent.set_data_from_numpy(y)
-            y = (await self._client.infer(model, [sent])).as_numpy("y")
-        return y
+async def open_loop(
+    client: HttpClient, models: Sequence[str], rate_per_s: float, seconds: float, seed: int
+) -> Latencies:
+    """Return seconds from each arrival to its answer."""
+    loop = asyncio.get_running_loop()
+    gaps = np.random.default_rng(seed).exponential(1 / rate_per_s, round(rate_per_s * seconds))
+    start_s = loop.time() + 0.1
 
-    async def open_loop(self, models: Sequence[str], rate_per_s: float, seconds: float, seed: int) -> Latencies:
-        """Return seconds from each arrival to its answer."""
-        loop = asyncio.get_running_loop()
-        gaps = np.random.default_rng(seed).exponential(1 / rate_per_s, round(rate_per_s * seconds))
-        start_s = loop.time() + 0.1
+    async def one(arrival_s: float) -> float:
+        await asyncio.sleep(start_s + arrival_s - loop.time())
+        await call(client, *models)
+        return loop.time() - start_s - arrival_s
 
-        async def one(arrival_s: float) -> float:
-            await asyncio.sleep(start_s + arrival_s - loop.time())
-            await self.call(*models)
-            return loop.time() - start_s - arrival_s
-
-        return np.array(await asyncio.gather(*map(one, np.cumsum(gaps).tolist())))
+    return np.array(await asyncio.gather(*map(one, np.cumsum(gaps).tolist())))
 
 
 async def measure(url: str, options: argparse.Namespace) -> dict[Way, list[Latencies]]:
-    async with tritonclient.http.aio.InferenceServerClient(address_of(url), conn_limit=512) as client:
-        caller = Caller(client)
+    async with HttpClient(address_of(url), conn_limit=512) as client:
         calls = tuple(f"model_{number}" for number in range(STEPS))
         ways: dict[Way, tuple[str, ...]] = {}
         for rate in RATES:
             ways |= {("model", rate): calls[:1], ("ensemble of 1", rate): ("ensemble_of_1",)}
         ways |= {("3 calls", CHAIN_RATE): calls, ("ensemble of 3", CHAIN_RATE): ("ensemble_of_3",)}
-        if not np.array_equal(await caller.call(*calls), await caller.call("ensemble_of_3")):
+        if not np.array_equal(await call(client, *calls), await call(client, "ensemble_of_3")):
             raise ValueError("the ensemble's answer differs from its steps'")
         for models in ways.values():
-            await caller.open_loop(models, 100.0, 1.0, seed=0)  # warm up
+            await open_loop(client, models, 100.0, 1.0, seed=0)  # warm up
         found: dict[Way, list[Latencies]] = {way: [] for way in ways}
         for number, way in turns(ways, options.rounds):
-            found[way].append(await caller.open_loop(ways[way], way[1], options.seconds, seed=number))
+            found[way].append(await open_loop(client, ways[way], way[1], options.seconds, seed=number))
         return found
 
 
 def table(found: Mapping[Way, Sequence[Latencies]]) -> tuple[str, bool]:
     rows, holds = [], True
-    for one, other, rate in (
-        *(("ensemble of 1", "model", rate) for rate in RATES),
-        ("ensemble of 3", "3 calls", CHAIN_RATE),
-    ):
+    pairs = [*(("ensemble of 1", "model", rate) for rate in RATES), ("ensemble of 3", "3 calls", CHAIN_RATE)]
+    for one, other, rate in pairs:
         row = [f"{one} over {other}", f"{rate:g}"]
         for percentile in (50, 99):
             ours, theirs = ([float(np.percentile(r, percentile)) for r in found[way, rate]] for way in (one, other))

@@ -33,6 +33,7 @@ COMMANDS = {
     "streaming-sizes": "streaming --models resnet152 bert_base bert_short minilm bert_small --stores ram"
     " --shares 0.1 0.15 0.25 0.4 0.6 0.75 --rounds 21 --record-as streaming-sizes --record",
     "small-models": "small_models --rounds 800 --record",
+    "ensembles": "ensembles --record",
     "first-start": "first_start --record",
     "edge": "edge --requests 30 --record",
     "edge-links": "edge.links --rounds 7 --record",

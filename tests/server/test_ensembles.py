@@ -13,11 +13,13 @@ from google.protobuf import text_format
 from msgspec.structs import replace
 from tritonclient.utils import InferenceServerException
 
-from cohabit.server.errors import ExecutionFailed, InvalidRequest, RequestTimedOut
+from cohabit.server.errors import ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
 from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ENSEMBLE, Array, ModelFootprint, ModelInfo, TensorSpec
+from cohabit.server.ipc.request import Answer, Request
+from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import EnsembleSource, ModelSource, Unloadable
@@ -553,6 +555,41 @@ async def test_steps_without_order_run_at_the_same_time_and_one_failure_ends_the
     with pytest.raises(ExecutionFailed, match=r"ensemble 'both', step 1 \('l'\): model 'l' failed to execute: no"):
         await answer
     assert right.gate.cancelled.acquire(blocking=False)
+    assert memory.used_bytes == 0
+
+
+class Replacing(transport_fakes.FakeEngine):
+    """An engine whose model is replaced, or unloaded, while its first request waits."""
+
+    replaced: ModelInfo | None = None
+    was_asked = False
+
+    async def infer(self, request: Request, *arguments: Any) -> Answer:
+        if self.was_asked:
+            return await super().infer(request, *arguments)
+        self.was_asked = True
+        old = self.catalog.find(request.model.name)
+        self.catalog.update(replace(old, state=ModelState.UNAVAILABLE, reason="unloaded", info=None))
+        if self.replaced is not None:
+            self.models = {self.replaced.key: transport_fakes.FakeModel(self.replaced, lambda x: {"y": -x})}
+            self._statistics = {self.replaced.key: ModelStatistics()}
+            self.catalog.update(ModelEntry("double", self.replaced.version, ModelState.READY, info=self.replaced))
+        raise ModelNotFound(*request.model, reason="unloaded")
+
+
+async def test_a_step_whose_model_is_replaced_runs_on_its_successor_and_one_that_is_unloaded_is_refused() -> None:
+    model, memory = transport_fakes.identity("double"), RequestMemory(1 << 20)
+    for version, others in ((2, {}), (2, {"inputs": tensors(("z", "FP32", (4,)))}), (None, {})):
+        engine = Replacing(model)
+        made = ensemble("one", config_text(X + Y, ONE))
+        config = made.config.SerializeToString()
+        engine.catalog.update(ModelEntry("one", 1, ModelState.READY, info=made.info, config=config))
+        engine.replaced = None if version is None else replace(model.info, version=version, **others)
+        if version is not None and not others:
+            np.testing.assert_array_equal(await infer_over(engine, memory, "one"), -rows(1.0))
+            continue
+        with refused("ModelNotReady", match=r"^ensemble 'one', step 1 \('double'\): .* unloaded"):
+            await infer_over(engine, memory, "one")
     assert memory.used_bytes == 0
 
 
