@@ -393,6 +393,34 @@ def test_a_request_that_does_not_fit_names_the_ensemble_or_the_step(client: Clie
         assert client.status(caught.value) in ("400", "INVALID_ARGUMENT")
 
 
+def test_unloading_an_ensemble_leaves_its_steps_unless_dependents_go_too(
+    client: Client, own: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unloaded: list[str] = []
+
+    async def unload(model: str) -> None:
+        unloaded.append(model)
+
+    monkeypatch.setattr(own.engine.lifecycle, "unload", unload)
+    client.raw.unload_model("slow_second")
+    client.raw.unload_model("slow_second", unload_dependents=True)
+    client.raw.unload_model("double", unload_dependents=True)
+    assert unloaded == ["slow_second", "slow_second", "slow", "double"], "other ensembles have `double`"
+
+
+def test_an_ensemble_to_load_at_the_start_brings_its_steps(tmp_path: Path) -> None:
+    loaded = serving(identity("double", "FP32"), identity("slow", "FP32"))
+    write_repository(tmp_path, loaded)
+    put(tmp_path, "outer", config_text(X + Y, step("twice", {"X": "X"}, {"Y": "Y"})))
+    put(tmp_path, "twice", TWICE)
+    with running(loaded, repository=tmp_path, model_control="explicit", load_models=("outer",)) as handle:
+        entries = {entry.name: entry.state for entry in handle.server.client.catalog}
+        assert entries == {
+            **dict.fromkeys(("outer", "twice", "double"), ModelState.READY),
+            "slow": ModelState.ABSENT,
+        }
+
+
 class Composed:
     """Ensembles over the fake engine."""
 
