@@ -24,7 +24,7 @@ from cohabit.loadgen.server_process import running_server
 from cohabit.loadgen.zoo.exporting import save_model
 from cohabit.loadgen.zoo.seeded import seeded
 
-WIDTH, LAYERS, STEPS = 768, 4, 3
+WIDTH, LAYERS, STEPS = 512, 4, 3
 RATES, CHAIN_RATE = (100.0, 300.0), 50.0
 PATIENCE_S = 300.0
 MOST_OVER_MODEL, MOST_OVER_CALLS = 1.05, 0.9
