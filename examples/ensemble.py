@@ -23,9 +23,7 @@ ensemble_scheduling {
 class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 8, 8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 20), nn.Sigmoid()
-        )
+        self.layers = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(), nn.Linear(512, 20), nn.Sigmoid())
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         found = self.layers(image).unflatten(1, (4, 5))

@@ -202,7 +202,7 @@ class Lifecycle:
         await self.forget_removed()
 
     async def _load_with_steps(self, model: str, config: str | None, ensembles: frozenset[str]) -> None:
-        """Load a model that is, or is a step of, the innermost of these `ensembles`."""
+        """Load a model, after its steps if it is an ensemble. `ensembles` are being loaded: they may have a cycle."""
         try:
             override = None if config is None else await asyncio.to_thread(parse_config, config)
             found = await asyncio.to_thread(versions_of, self._config.repository, model, override)

@@ -43,7 +43,7 @@ _NO_REGIONS = RegionUse(Regions(no_system))
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFlow:
+class EnsembleFlow:
     """Which steps of an ensemble read what which others write. Steps go by their numbers."""
 
     config: bytes
@@ -59,7 +59,7 @@ class TensorFlow:
     """Number of steps that read a tensor."""
 
     @classmethod
-    def of(cls, name: str, config: bytes) -> "TensorFlow":
+    def of(cls, name: str, config: bytes) -> "EnsembleFlow":
         steps = steps_of(name, ModelConfig.FromString(config))
         writers = {tensor: step.number for step in steps for tensor in step.outputs.values()}
         sources = {s.number: {writers[t] for t in s.inputs.values() if t in writers} for s in steps}
@@ -73,21 +73,21 @@ class Ensembles:
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
-        self._flows: dict[ModelKey, TensorFlow] = {}
+        self._flows: dict[ModelKey, EnsembleFlow] = {}
         self._statistics: dict[ModelKey, ModelStatistics] = {}
 
     def __contains__(self, model: ModelKey) -> bool:
         entry = self.client.catalog.get(*model)
         return entry is not None and entry.info is not None and entry.info.platform == ENSEMBLE
 
-    def flow(self, model: ModelKey) -> TensorFlow:
+    def flow(self, model: ModelKey) -> EnsembleFlow:
         """Return an ensemble's steps, as they are configured now. Raises ModelNotFound if it is no longer served."""
         entry = self.client.catalog.get(*model)
         if entry is None or entry.info is None or entry.config is None:
             raise ModelNotFound(*model, reason="unloaded" if entry is None else entry.reason)
         flow = self._flows.get(model)
         if flow is None or flow.config != entry.config:
-            flow = self._flows[model] = TensorFlow.of(model.name, entry.config)
+            flow = self._flows[model] = EnsembleFlow.of(model.name, entry.config)
         return flow
 
     def own_steps(self, name: str) -> list[str]:
