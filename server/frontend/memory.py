@@ -128,7 +128,8 @@ class Lease:
 
     @property
     def nbytes(self) -> int:
-        return sum(self._blocks.values())
+        """Bytes of its blocks, and of those that it keeps."""
+        return sum(self._blocks.values()) + sum(lease.nbytes for lease in self._kept)
 
     def __enter__(self) -> "Lease":
         return self

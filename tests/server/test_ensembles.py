@@ -590,6 +590,17 @@ async def test_steps_without_order_run_at_the_same_time_and_one_failure_ends_the
     assert memory.used_bytes == 0
 
 
+async def test_an_answer_that_is_not_sent_yet_counts_with_the_outputs_of_its_steps() -> None:
+    """gRPC limits the bytes of answers that a connection does not read."""
+    engine, memory = catalogued(transport_fakes.identity("double"), twice=TWICE), RequestMemory(1 << 20)
+    info = engine.catalog.require("twice")
+    with memory.lease() as lease:
+        request = FrontEnd(engine, memory, None).request(lease, info, X=rows(1.0, 2.0))
+        answer = await Ensembles(engine).infer(request, info, lease, None)
+        assert lease.nbytes == request.inputs["X"].nbytes + answer.outputs["Y"].nbytes == 64
+    assert memory.used_bytes == 0
+
+
 async def test_a_traced_request_has_a_span_for_each_step() -> None:
     engine, memory = catalogued(transport_fakes.identity("double"), twice=TWICE), RequestMemory(1 << 20)
     with Tracer().request("00-" + "a" * 32 + "-" + "b" * 16 + "-01") as trace:
