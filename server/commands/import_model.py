@@ -319,9 +319,12 @@ def _show(entry: "ImportedEntry", repository: Path, out: Console) -> None:
         prompt = '"Once upon a time"' if entry.has_tokenizer else "[1, 2, 3]"
         body = f'{{"model": "{entry.info.name}", "prompt": {prompt}}}'
         out.print(f"a text that goes on: curl localhost:8000/v1/completions --data '{body}'", soft_wrap=True)
-    elif entry.has_tokenizer:
+    elif entry.embeds:
         body = f'{{"model": "{entry.info.name}", "input": "some text"}}'
         out.print(f"a text's embedding: curl localhost:8000/v1/embeddings --data '{body}'", soft_wrap=True)
+    elif entry.ranks:
+        body = f'{{"model": "{entry.info.name}", "query": "a question", "documents": ["a text", "another one"]}}'
+        out.print(f"documents in order: curl localhost:8000/v1/rerank --data '{body}'", soft_wrap=True)
     out.print(f"serve it with: cohabit serve {repository}")
     needed = write_size(-(-entry.memory_bytes // _MIB) * _MIB)
     out.print(

@@ -204,11 +204,14 @@ class ComputeLane:
             self._answered.clear()
             await self._answered.wait()
 
-    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
-        """Forget a sequence of a model's current load, after its requests under way."""
+    def end_sequence(self, model: ModelKey, sequence: SequenceId, *, spare: bool = False) -> None:
+        """Forget a sequence of a model's current load, after its requests under way.
+
+        If it is `spare`, only once its memory is needed.
+        """
         sequences = self.sequences(model)
         if sequences is not None:
-            task = asyncio.create_task(self._turns.end_sequence(model, sequence, sequences))
+            task = asyncio.create_task(self._turns.end_sequence(model, sequence, sequences, spare=spare))
             self._ending_sequences.add(task)
             task.add_done_callback(self._ending_sequences.discard)
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -78,12 +77,15 @@ class StateMemory:
                 load.forget_idle(now_s)
 
     def _evict_one(self) -> bool:
-        """Forget the least recently used sequence; False if all have been used within `_EVICTABLE_S`."""
+        """Forget the least recently used sequence, spare ones first.
+
+        Returns False if all others have been used within `_EVICTABLE_S`.
+        """
         idle = [(load, id_, known) for load in self._loads for id_, known in load.longest_idle()]
         if not idle:
             return False
-        load, id_, known = min(idle, key=lambda one: one[2].used_s)
-        if self.clock() - known.used_s < _EVICTABLE_S:
+        load, id_, known = min(idle, key=lambda one: (not one[2].is_spare, one[2].used_s))
+        if not known.is_spare and self.clock() - known.used_s < _EVICTABLE_S:
             return False
         load.forget(id_)
         return True
@@ -112,6 +114,8 @@ class _Sequence:
     """Number of entries of growing states."""
     used_s: float = 0.0
     """When its last answer was written, by `time.monotonic`."""
+    is_spare: bool = False
+    """Whether it is only kept for sequences that may begin as it does."""
 
     @property
     def nbytes(self) -> int:
@@ -152,13 +156,17 @@ class Sequences:
         """The request whose turn it is: its sequence is not idle."""
         self._next: dict[SequenceId, _Next] = {}
         """Of executed requests whose answers are not written yet."""
+        self._begun: dict[SequenceId, _Sequence] = {}
+        """What sequences with a prefix begin with, until the answer to their first request."""
         self.nbytes = 0
         """Bytes counted for all these sequences, and for what is gathered of them."""
         memory.add(self)
 
     @property
     def count(self) -> int:
-        return len(self._known)
+        """Number of sequences that may have further requests."""
+        with self._memory.lock:
+            return sum(not known.is_spare for known in self._known.values())
 
     def enter(self, request: Request) -> None:
         """Begin a request's turn. Its sequence has no other request under way, and stays known until `settle`."""
@@ -171,6 +179,7 @@ class Sequences:
         with self._memory.lock:
             if self._under_way.get(step.id) is request:
                 del self._under_way[step.id]
+            self._begun.pop(step.id, None)
             after = self._next.pop(step.id, None)
             if after is not None and not kept:
                 self.nbytes -= after.nbytes
@@ -232,10 +241,31 @@ class Sequences:
         step = _step(ticket.request)
         if not step.start:
             return self._known_sequence(step.id, ticket.arrived_s)
+        if step.prefix is not None:
+            known = self._begun[step.id] = self._with_prefix(*step.prefix)
+            return known
         known = _Sequence(object(), [state.initial for state in self._rules.states], 0)
         if step.id not in self._known and not self._memory.has_room(known.nbytes):
             raise self._memory_full(known.nbytes)
         return known
+
+    def _with_prefix(self, other: SequenceId, length: int) -> _Sequence:
+        """Return a sequence that begins with a copy of another one's first entries.
+
+        Raises SequenceLost if these are not known, and Overloaded if there is no memory for the copy.
+        """
+        known = self._known.get(other)
+        growing = [(n, state.axis) for n, state in enumerate(self._rules.states) if state.axis is not None]
+        if known is None or known.length < length or len(growing) < len(self._rules.states):
+            raise SequenceLost(
+                f"model '{self._model}' does not know the first {length} entries of sequence {other}"
+            )
+        parts = [(_entries(known.states[n], axis, 0, length), axis) for n, axis in growing]
+        states = [self._with_capacity(part, axis, length, length + 1) for part, axis in parts]
+        begun = _Sequence(object(), states, length)
+        if not self._memory.has_room(begun.nbytes):
+            raise self._memory_full(begun.nbytes)
+        return begun
 
     def _gather(self, name: str, axis: int, arrays: Sequence[Array], found: Sequence[_Sequence]) -> Array:
         """Gather a growing state of all rows, padded, in the last execution's memory. Copies only new entries."""
@@ -278,7 +308,7 @@ class Sequences:
         for row, ticket in enumerate(tickets):
             step = _step(ticket.request)
             own = {name: array[row : row + 1] if self._batched else array for name, array in outputs.items()}
-            before = None if step.start else self._known[step.id]
+            before = self._begun.get(step.id) if step.start else self._known[step.id]
             made[step.id] = None if step.end else self._sequence_after(step, before, own)
         with self._memory.lock:
             after = {id_: _Next(sequence, self._added_bytes(id_, sequence)) for id_, sequence in made.items()}
@@ -303,6 +333,12 @@ class Sequences:
                 if not self._known:
                     self.free_gathered()
 
+    def spare(self, sequence: SequenceId) -> None:
+        """Keep a sequence only as long as nobody needs its memory."""
+        with self._memory.lock:
+            if (known := self._known.get(sequence)) is not None:
+                known.is_spare = True
+
     def forget_idle(self, now_s: float) -> None:
         """Forget the sequences without a request for `SequenceRules.idle_s`."""
         for sequence, known in list(self._idle()):
@@ -311,8 +347,9 @@ class Sequences:
             self.forget(sequence)
 
     def longest_idle(self) -> list[tuple[SequenceId, _Sequence]]:
-        """Return the least recently used sequence without a request under way, if there is one."""
-        return list(islice(self._idle(), 1))
+        """Return the least recently used sequence without a request under way, a spare one first, if there is one."""
+        idle = list(self._idle())
+        return [min(idle, key=lambda one: not one[1].is_spare)] if idle else []
 
     def _idle(self) -> Iterator[tuple[SequenceId, _Sequence]]:
         """Iterate over the sequences without a request under way, the least recently used first."""

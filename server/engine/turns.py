@@ -58,10 +58,15 @@ class Turns:
         if request in self._under_way:
             self._end(request, kept=False)
 
-    async def end_sequence(self, model: ModelKey, sequence: SequenceId, sequences: Sequences) -> None:
-        """Forget a sequence after its requests under way."""
+    async def end_sequence(
+        self, model: ModelKey, sequence: SequenceId, sequences: Sequences, *, spare: bool
+    ) -> None:
+        """Forget a sequence after its requests under way, or give up its memory."""
         async with self._lock(model, sequence):
-            sequences.forget(sequence)
+            if spare:
+                sequences.spare(sequence)
+            else:
+                sequences.forget(sequence)
 
     def _end(self, request: Request, *, kept: bool) -> None:
         turn = self._under_way.pop(request)

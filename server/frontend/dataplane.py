@@ -320,9 +320,9 @@ class DataPlane:
         entry = self._client.catalog.get(*model)
         return None if entry is None or entry.info is None else entry.archive
 
-    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
-        """Forget a sequence that has no further requests."""
-        self._client.end_sequence(model, sequence)
+    def end_sequence(self, model: ModelKey, sequence: SequenceId, *, spare: bool = False) -> None:
+        """Forget a sequence that has no further requests; a `spare` one only once its memory is needed."""
+        self._client.end_sequence(model, sequence, spare=spare)
 
     async def load(self, model: str, parameters: ControlParameters) -> None:
         """Load a model. Raises LoadFailed, InvalidRequest, or Refused (also for model files in the parameters)."""

@@ -60,8 +60,8 @@ class EngineClient(Protocol):
         """Count a request that the front end refused."""
         ...
 
-    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
-        """Forget a sequence that has no further requests."""
+    def end_sequence(self, model: ModelKey, sequence: SequenceId, *, spare: bool = False) -> None:
+        """Forget a sequence that has no further requests; a `spare` one only once its memory is needed."""
         ...
 
     def change_log(self, settings: LogSettings) -> None:

@@ -60,13 +60,36 @@ class LoadedTokenizer:
     tokenizer: "Tokenizer"
     padding_id: int
 
-    def tokens(self, texts: Sequence[str], *, adds_special: bool = True) -> list[Tokens]:
+    def tokens(self, texts: Sequence[str], *, adds_special: bool = True, most: int | None = None) -> list[Tokens]:
         """Return the token ids of each text. Releases the GIL meanwhile, unlike `encode`.
 
-        `adds_special` adds the special tokens that the tokenizer puts around a text.
+        `adds_special` adds the special tokens that the tokenizer puts around a text. Texts of over `most` tokens lose
+        their ends.
         """
-        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special)
+        encoded = self._cut_to(most).encode_batch_fast(texts, add_special_tokens=adds_special)
         return [np.array(one.ids, _TOKEN) for one in encoded]
+
+    def pairs(self, first: str, others: Sequence[str], most: int | None) -> list[tuple[Tokens, Tokens]]:
+        """Return the token ids of a text with each of others, and their types.
+
+        Pairs of over `most` tokens lose the end of the longer text, one token at a time.
+        """
+        encoded = self._cut_to(most).encode_batch_fast([(first, other) for other in others])
+        return [(np.array(one.ids, _TOKEN), np.array(one.type_ids, _TOKEN)) for one in encoded]
+
+    def _cut_to(self, most: int | None) -> "Tokenizer":
+        if most is None:
+            return self.tokenizer
+        if most not in self._cutting:
+            cutting = type(self.tokenizer).from_str(self.tokenizer.to_str())
+            cutting.enable_truncation(most)
+            self._cutting[most] = cutting
+        return self._cutting[most]
+
+    @cached_property
+    def _cutting(self) -> dict[int, "Tokenizer"]:
+        """Tokenizers that cut texts, by the number of tokens that they leave."""
+        return {}
 
     def decoder(self, prompt: Sequence[int], *, cleans_up: bool = False) -> "TextDecoder":
         """Return a decoder for the tokens after a prompt. `cleans_up` is `LanguageDocument.cleans_up_spaces`."""

@@ -14,6 +14,7 @@ _EXAMPLES: Mapping[str, Any] = {
     },
     "GenerateRequest": {"x": [0.1, 0.2, 0.3, 0.4]},
     "EmbeddingsRequest": {"model": "minilm", "input": "a text"},
+    "RerankRequest": {"model": "reranker", "query": "a question", "documents": ["a text", "another one"]},
 }
 """Example bodies, by the name of their schema."""
 _HINTS = """\

@@ -16,6 +16,7 @@ from cohabit.server.errors import InvalidRequest, Refused, RequestError
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.generation import (
     LanguageDocuments,
+    Prefixes,
     Text,
     TextPiece,
     generate,
@@ -175,7 +176,7 @@ class _Form(Protocol):
         """Event of a piece; None if empty: an incomplete character, and token ids not requested."""
         ...
 
-    def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
+    def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         """Yield the events after the last piece, with usage if requested."""
         ...
 
@@ -188,6 +189,7 @@ class CompletionsApi:
     def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
         self._plane = plane
         self._documents = LanguageDocuments(plane.repository)
+        self._prefixes = Prefixes()
         self._templates = ChatTemplates()
         self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
 
@@ -311,7 +313,7 @@ class CompletionsApi:
         )
 
     async def _answer(self, asked: _Asked, text: Text, form: _Form, *, streams: bool) -> web.StreamResponse:
-        pieces = generate(self._plane, text)
+        pieces = generate(self._plane, text, self._prefixes)
         if not streams:
             async with aclosing(pieces):
                 found = [piece async for piece in pieces]
@@ -368,7 +370,7 @@ class _Named:
     def is_empty(self, piece: TextPiece) -> bool:
         return not (piece.text or piece.log_probabilities is not None or self.with_ids)
 
-    def end(self, last: dict[str, Any], usage: dict[str, int] | None) -> Iterator[bytes]:
+    def end(self, last: dict[str, Any], usage: dict[str, Any] | None) -> Iterator[bytes]:
         yield msgspec.json.encode(last)
         if usage is not None:
             yield msgspec.json.encode({**last, "choices": [], "usage": usage})
@@ -414,7 +416,7 @@ class _Completion:
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
         return None if self.named.is_empty(piece) else self._of([piece], None)
 
-    def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
+    def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         last = {"text": "", "logprobs": None, "finish_reason": self.text.finish_reason}
         return self.named.end(self.named.answer("text_completion", last), usage)
 
@@ -456,7 +458,7 @@ class _Chat:
             answer["choices"][0]["logprobs"] = self._likely([piece])
         return answer
 
-    def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
+    def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         return self.named.end(self._chunk({}, self.text.finish_reason), usage)
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
@@ -500,7 +502,7 @@ class _Generated:
         is_last = self.text.finish_reason is not None
         return self.whole([piece]) if piece.text or is_last else None
 
-    def end(self, usage: dict[str, int] | None) -> Iterator[bytes]:
+    def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         return iter(())
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:

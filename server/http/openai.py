@@ -1,4 +1,8 @@
-"""OpenAI's embeddings endpoint: texts in, one vector of length 1 for each out; and its list of models."""
+"""Endpoints for encoders of texts: OpenAI's embeddings and its list of models, and reranking.
+
+Embeddings: texts in, one vector of length 1 for each out. Reranking, as Jina's and Cohere's clients ask for it: a query
+and documents in, a score for each document out.
+"""
 
 import base64
 from collections.abc import Sequence
@@ -19,10 +23,13 @@ from cohabit.server.http.body import read_body
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Parameters
 from cohabit.server.protocol.embedding import (
+    MOST_TOKENS,
     NEEDED,
+    NEEDED_TO_RANK,
     TextEncoder,
     Tokens,
     embedding_output,
+    scoring_output,
     texts_of,
 )
 from cohabit.server.protocol.json_body import parse_json
@@ -43,8 +50,23 @@ class EmbeddingsBody(msgspec.Struct):
     """A text, texts, token ids, or lists of token ids."""
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Meta(ge=1)] | None = None
+    truncate: bool = False
+    """Not OpenAI's: whether texts that are too long lose their ends; otherwise they are refused."""
     parameters: Parameters = {}
     """Not OpenAI's: parameters of an inference request, such as `timeout` and `priority`."""
+
+
+class RerankBody(msgspec.Struct):
+    model: str
+    query: str
+    documents: msgspec.Raw
+    """Texts."""
+    top_n: Annotated[int, Meta(ge=1)] | None = None
+    return_documents: bool = False
+    truncate: bool = False
+    """Whether pairs that are too long lose their ends; otherwise they are refused."""
+    parameters: Parameters = {}
+    """Parameters of an inference request, such as `timeout` and `priority`."""
 
 
 class OpenAiApi:
@@ -58,7 +80,9 @@ class OpenAiApi:
         """List the models that take texts, or describe one."""
         wanted = request.match_info.get("model")
         ready = self._plane.ready_infos()
-        infos = {info.name: info for info in ready if embedding_output(info) is not None or generates(info)}
+        infos = {
+            info.name: info for info in ready if embedding_output(info) or scoring_output(info) or generates(info)
+        }
         states = {name: await call(True, self._plane.tokenizers.state, name) for name in infos}
         listed = [
             {"id": name, "object": "model", "created": int(state.changed_ns / 1e9), "owned_by": "cohabit"}
@@ -100,10 +124,10 @@ class OpenAiApi:
         self, asked: EmbeddingsBody, encoder: TextEncoder, loaded: LoadedTokenizer, lease: Lease, *, slow: bool
     ) -> list[Tokens]:
         """Return each text's token ids in leased memory. Raises InvalidRequest, and Overloaded."""
-        decode = self._plane.decode
+        decode, most = self._plane.decode, encoder.most_tokens if asked.truncate else None
         as_text = lease.reserve(_TEXT_BYTES * len(memoryview(asked.input)))  # only counted, not used
         given = await decode(slow, texts_of, asked.input, encoder)
-        texts = await tokens_in(lease, given, lambda piece: decode(slow, loaded.tokens, piece))
+        texts = await tokens_in(lease, given, lambda piece: decode(slow, loaded.tokens, piece, most=most))
         lease.free(as_text)
         return texts
 
@@ -122,6 +146,76 @@ class OpenAiApi:
         if output is None:
             raise InvalidRequest(f"model '{info.name}' makes no embeddings of texts: {NEEDED}")
         return TextEncoder(info, output, self._plane.pooling(info), loaded.padding_id)
+
+
+class RerankApi:
+    """Scores documents with a cross-encoder, which reads each pair of query and document. Event loop's thread."""
+
+    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
+        self._plane = plane
+        self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
+
+    async def rerank(self, request: web.Request) -> web.StreamResponse:
+        """Score the documents, the best first. A score is the logistic function of the model's one logit."""
+        plane = self._plane
+        with plane.memory.lease() as lease:
+            body = await read_body(request, lease, self._most_body_bytes, "send fewer documents")
+            slow = len(body) > _QUICK_BODY_BYTES
+            asked = await plane.decode(slow, parse_json, body, RerankBody)
+            info = plane.require_ready(asked.model)
+            with plane.answering(info.key):
+                with plane.fitting(info.key):
+                    loaded = await plane.tokenizers.of(info.name)
+                    encoder = _scorer(info, loaded)
+                    lease.take(_TEXT_BYTES * len(body))  # only counted, not used
+                    documents = await plane.decode(slow, _documents, asked, encoder)
+                scores, count = await self._scores(asked, documents, encoder, loaded, slow=slow)
+        best = sorted(range(len(documents)), key=lambda n: -scores[n])[: asked.top_n]
+        results = [
+            {"index": n, "relevance_score": scores[n]}
+            | ({"document": {"text": documents[n]}} if asked.return_documents else {})
+            for n in best
+        ]
+        usage = {"prompt_tokens": count, "total_tokens": count}
+        return json_response({"model": asked.model, "object": "list", "results": results, "usage": usage})
+
+    async def _scores(
+        self,
+        asked: RerankBody,
+        documents: Sequence[str],
+        encoder: TextEncoder,
+        loaded: LoadedTokenizer,
+        *,
+        slow: bool,
+    ) -> tuple[list[float], int]:
+        """Return the documents' scores, and the number of all pairs' tokens. Raises InvalidRequest, and Overloaded."""
+        plane, most = self._plane, encoder.most_tokens if asked.truncate else None
+        rows = max(encoder.info.max_batch_size, 1)
+        scores: list[float] = []
+        count = 0
+        # A batch's pairs at a time: their tokens take little memory.
+        for start in range(0, len(documents), rows):
+            piece = documents[start : start + rows]
+            pairs = await plane.decode(slow, loaded.pairs, asked.query, piece, most)
+            count += sum(len(ids) for ids, _ in pairs)
+            if count > MOST_TOKENS:
+                raise InvalidRequest(f"query and documents have over {MOST_TOKENS} tokens; send fewer documents")
+            done = 0
+            for batch in encoder.batches([ids for ids, _ in pairs]):
+                types = [types for _, types in pairs[done : done + len(batch)]]
+                scores += await self._infer(encoder, batch, types, asked.parameters)
+                done += len(batch)
+        return scores, count
+
+    async def _infer(
+        self, encoder: TextEncoder, texts: Sequence[Array], types: Sequence[Array], parameters: Parameters
+    ) -> list[float]:
+        plane = self._plane
+        with plane.memory.lease() as lease, plane.regions.use() as regions:
+            with plane.fitting(encoder.info.key):
+                inference = encoder.request(texts, parameters, regions, types)
+            answer = await plane.infer(inference, encoder.info, lease)
+            return encoder.scores(answer)[: len(texts)]
 
 
 def _check_dimensions(asked: EmbeddingsBody, encoder: TextEncoder) -> None:
@@ -146,3 +240,25 @@ def _written(asked: EmbeddingsBody, vectors: Array, tokens: int) -> bytes:
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return msgspec.json.encode({"object": "list", "data": data, "model": asked.model, "usage": usage})
+
+
+def _scorer(info: ModelInfo, loaded: LoadedTokenizer) -> TextEncoder:
+    """Raises InvalidRequest for a model that scores no pairs of texts."""
+    output = scoring_output(info)
+    if output is None:
+        raise InvalidRequest(f"model '{info.name}' ranks no documents: {NEEDED_TO_RANK}")
+    return TextEncoder(info, output, "", loaded.padding_id)
+
+
+def _documents(asked: RerankBody, encoder: TextEncoder) -> list[str]:
+    """Raises InvalidRequest for what are no texts, and for texts that are longer than any that the model takes."""
+    if len(asked.query) > encoder.most_characters:
+        raise InvalidRequest(
+            f"the query has {len(asked.query)} characters, of which model '{encoder.info.name}' takes"
+            f" {encoder.most_characters} at most; send a shorter one"
+        )
+    texts = texts_of(asked.documents, encoder, "documents")
+    found = [text for text in texts if isinstance(text, str)]
+    if len(found) < len(texts):
+        raise InvalidRequest("documents are token ids; send texts")
+    return found

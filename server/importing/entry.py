@@ -29,6 +29,7 @@ from cohabit.server.importing.exporting import export, save
 from cohabit.server.importing.subject import ONE_TOKEN, Subject, Tensors
 from cohabit.server.ipc.model import GENERATION, TOKENIZER, ModelInfo
 from cohabit.server.protocol.datatypes import BINARY_ONLY, float32_of_bf16
+from cohabit.server.protocol.embedding import embedding_output, scoring_output
 from cohabit.server.protocol.tensors import MOST_JSON_VALUES
 from cohabit.server.repository.scan import find, is_model_name
 from cohabit.server.triton.config_fields import LENGTHS
@@ -72,6 +73,16 @@ class ImportedEntry:
     @property
     def has_tokenizer(self) -> bool:
         return (self.folder / TOKENIZER).is_file()
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it makes vectors of texts."""
+        return self.has_tokenizer and embedding_output(self.info) is not None
+
+    @property
+    def ranks(self) -> bool:
+        """Whether it scores pairs of texts."""
+        return self.has_tokenizer and scoring_output(self.info) is not None
 
 
 @dataclass(frozen=True, slots=True)

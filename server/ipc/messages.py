@@ -65,10 +65,11 @@ class CountRejection(msgspec.Struct, frozen=True, tag="rejected"):
 
 
 class EndSequence(msgspec.Struct, frozen=True, tag="end_sequence"):
-    """Forget a sequence that has no further requests."""
+    """A sequence has no further requests. A `spare` one is kept until its memory is needed, as others' prefix."""
 
     model: ModelKey
     sequence: SequenceId
+    spare: bool = False
 
 
 class ChangeLog(msgspec.Struct, frozen=True, tag="log"):

@@ -46,6 +46,8 @@ class SequenceStep(msgspec.Struct, frozen=True):
     id: SequenceId
     start: bool = False
     end: bool = False
+    prefix: tuple[SequenceId, int] | None = None
+    """Of the first request: another sequence, and the number of its growing states' entries to begin with."""
 
 
 class Request(msgspec.Struct, frozen=True, eq=False, omit_defaults=True, tag="infer"):

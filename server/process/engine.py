@@ -149,9 +149,9 @@ class Engine:
         for lane in self.lanes:  # its model may have been unloaded
             lane.settle(request, kept=kept)
 
-    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
-        """Forget a sequence. See `ComputeLane.end_sequence`."""
-        self.lane_of(model).end_sequence(model, sequence)
+    def end_sequence(self, model: ModelKey, sequence: SequenceId, *, spare: bool = False) -> None:
+        """See `ComputeLane.end_sequence`."""
+        self.lane_of(model).end_sequence(model, sequence, spare=spare)
 
     async def ended(self, request: Request) -> None:
         """Wait until a cancelled request no longer uses its memory."""

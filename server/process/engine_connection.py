@@ -274,9 +274,9 @@ class EngineConnection:
             self._send(messages.CountRejection(model, reason, count))
         self._rejections.clear()
 
-    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+    def end_sequence(self, model: ModelKey, sequence: SequenceId, *, spare: bool = False) -> None:
         if self._started:  # a process that is still loading has no sequences
-            self._send(messages.EndSequence(model, sequence))
+            self._send(messages.EndSequence(model, sequence, spare))
 
     def change_log(self, settings: LogSettings) -> None:
         self._send(messages.ChangeLog(msgspec.structs.asdict(settings)))

@@ -186,7 +186,7 @@ class EngineService:
             case messages.CountRejection():
                 self.engine.registry.count_rejection(message.model, message.reason, message.count)
             case messages.EndSequence():
-                self.engine.end_sequence(message.model, message.sequence)
+                self.engine.end_sequence(message.model, message.sequence, spare=message.spare)
             case messages.ChangeLog():
                 log.apply(msgspec.convert(message.settings, LogSettings))
 

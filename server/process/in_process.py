@@ -63,8 +63,8 @@ class InProcessEngine:
     def count_rejection(self, model: ModelKey, reason: str) -> None:
         self._engine.registry.count_rejection(model, reason)
 
-    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
-        self._engine.end_sequence(model, sequence)
+    def end_sequence(self, model: ModelKey, sequence: SequenceId, *, spare: bool = False) -> None:
+        self._engine.end_sequence(model, sequence, spare=spare)
 
     def change_log(self, settings: LogSettings) -> None:
         """Do nothing: the process has one log."""

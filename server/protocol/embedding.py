@@ -27,6 +27,13 @@ NEEDED = (
     f" {' or '.join(_VECTORS)}"
 )
 
+_SCORES = "logits"
+"""The output with a number for each row: how relevant a document is to a query."""
+NEEDED_TO_RANK = (
+    f"it needs an input {_TOKENS} [batch, tokens], no others but {_MASK} and {_TYPES}, and an output {_SCORES}"
+    " [batch, 1]"
+)
+
 MOST_TEXTS = 2048
 MOST_TOKENS = 300_000
 """Maximum number of tokens of a request, as OpenAI's."""
@@ -80,15 +87,26 @@ class TextEncoder:
             yield texts[start : start + count]
             start += count
 
-    def request(self, texts: Sequence[Tokens], parameters: Parameters, regions: RegionUse) -> Request:
-        """Return the inference request for texts. Raises InvalidRequest for texts that are too long."""
+    def request(
+        self,
+        texts: Sequence[Tokens],
+        parameters: Parameters,
+        regions: RegionUse,
+        types: Sequence[Tokens] | None = None,
+    ) -> Request:
+        """Return the inference request for texts, with the types of their tokens (by default 0).
+
+        Raises InvalidRequest for texts that are too long.
+        """
         length = self._length(max(map(len, texts)))
         tokens = np.full((len(texts), length), self.padding_id)
-        mask = np.zeros_like(tokens)
+        mask, given_types = np.zeros_like(tokens), np.zeros_like(tokens)
         for row, ids in enumerate(texts):
             tokens[row, : len(ids)] = ids
             mask[row, : len(ids)] = 1
-        arrays = {_TOKENS: tokens, _MASK: mask, _TYPES: np.zeros_like(tokens)}
+            if types is not None:
+                given_types[row, : len(ids)] = types[row]
+        arrays = {_TOKENS: tokens, _MASK: mask, _TYPES: given_types}
         taken = [tensor for tensor in self.info.inputs if tensor.name in arrays]
         bodies = [InputBody(tensor.name, tensor.datatype, [len(texts), length]) for tensor in taken]
 
@@ -101,7 +119,12 @@ class TextEncoder:
     @property
     def most_characters(self) -> int:
         """Maximum number of characters of a text to tokenize."""
-        return _CHARACTERS_PER_TOKEN * self._lengths[-1]
+        return _CHARACTERS_PER_TOKEN * self.most_tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a text."""
+        return self._lengths[-1]
 
     @property
     def _lengths(self) -> Sequence[int]:
@@ -129,44 +152,52 @@ class TextEncoder:
 
     def vectors(self, texts: Sequence[Tokens], answer: Answer) -> Array:
         """Return a text's vector in each row, float32 and of length 1."""
-        states = answer.outputs[self.output.name]
-        states = float32_of_bf16(states) if self.output.datatype == BF16 else states.astype(np.float32, copy=False)
+        states = self._float32(answer)
         if states.ndim == 3:
             pool = _POOLED[self.pooling]
             states = np.stack([pool(row[: len(ids)]) for row, ids in zip(states, texts, strict=True)])
         norms = np.linalg.norm(states, axis=1, keepdims=True)
         return np.asarray(states / np.maximum(norms, np.finfo(np.float32).tiny))
 
+    def scores(self, answer: Answer) -> list[float]:
+        """Return each row's score: the logistic function of its logit."""
+        logits = self._float32(answer)[:, 0]
+        return [float(score) for score in 0.5 * (1 + np.tanh(logits / 2))]
 
-def texts_of(given: msgspec.Raw, encoder: TextEncoder) -> list[str] | list[Tokens]:
-    """Return the texts of a request's `input`, or their token ids. Raises InvalidRequest.
+    def _float32(self, answer: Answer) -> Array:
+        values = answer.outputs[self.output.name]
+        return float32_of_bf16(values) if self.output.datatype == BF16 else values.astype(np.float32, copy=False)
+
+
+def texts_of(given: msgspec.Raw, encoder: TextEncoder, field: str = "input") -> list[str] | list[Tokens]:
+    """Return the texts of a request's field, or their token ids. Raises InvalidRequest.
 
     Checks counts on the encoded bytes first, before it builds any objects.
     """
     raw = bytes(given)
     quotes, brackets, commas = raw.count(b'"') - raw.count(b'\\"'), raw.count(b"["), raw.count(b",")
     if quotes > 4 * MOST_TEXTS or (not quotes and brackets > 2 * MOST_TEXTS):  # at least twice as many texts
-        raise InvalidRequest(f"input has over {MOST_TEXTS} texts")
+        raise InvalidRequest(f"{field} has over {MOST_TEXTS} texts")
     if not quotes and commas >= MOST_TOKENS:
-        raise InvalidRequest(f"input has over {MOST_TOKENS} token ids")
+        raise InvalidRequest(f"{field} has over {MOST_TOKENS} token ids")
     try:
         sent: Any = _TEXTS.decode(raw) if quotes else _IDS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(
-            f"input is neither a text nor a list of texts, token ids or lists of token ids: {error}"
+            f"{field} is neither a text nor a list of texts, token ids or lists of token ids: {error}"
         ) from error
     if isinstance(sent, str):
         sent = [sent]
     if not quotes and sent and all(isinstance(item, int) for item in sent):
         sent = [sent]
     if not 1 <= len(sent) <= MOST_TEXTS:
-        raise InvalidRequest(f"input has {len(sent)} texts, it can have 1 to {MOST_TEXTS}")
+        raise InvalidRequest(f"{field} has {len(sent)} texts, it can have 1 to {MOST_TEXTS}")
     for index, item in enumerate(sent):
         if isinstance(item, int):
-            raise InvalidRequest(f"input[{index}] is a number among texts; give texts, or token ids alone")
+            raise InvalidRequest(f"{field}[{index}] is a number among texts; give texts, or token ids alone")
         if isinstance(item, str) and len(item) > encoder.most_characters:
             raise InvalidRequest(
-                f"input[{index}] has {len(item)} characters, of which model '{encoder.info.name}' takes"
+                f"{field}[{index}] has {len(item)} characters, of which model '{encoder.info.name}' takes"
                 f" {encoder.most_characters} at most; send shorter texts"
             )
     texts: list[str] = sent
@@ -183,9 +214,7 @@ def _ids(ids: list[int], index: int) -> Tokens:
 
 def embedding_output(info: ModelInfo) -> TensorSpec | None:
     """Return the output for a model's embeddings; None if it does not embed texts."""
-    required = {tensor.name: tensor for tensor in info.inputs if tensor.default is None}
-    tokens = required.get(_TOKENS)
-    if tokens is None or not required.keys() <= {_TOKENS, _MASK, _TYPES} or len(info.wire_shape(tokens)) != 2:
+    if not _takes_texts(info):
         return None
     outputs = {tensor.name: tensor for tensor in info.outputs}
     wanted = [(name, 2) for name in _VECTORS] + [(_STATES, 3)]
@@ -193,3 +222,15 @@ def embedding_output(info: ModelInfo) -> TensorSpec | None:
         outputs[name] for name, rank in wanted if name in outputs and len(info.wire_shape(outputs[name])) == rank
     )
     return next(found, None)
+
+
+def scoring_output(info: ModelInfo) -> TensorSpec | None:
+    """Return the output for a document's score; None if the model does not score texts."""
+    found = (tensor for tensor in info.outputs if tensor.name == _SCORES and info.wire_shape(tensor)[1:] == (1,))
+    return next(found, None) if _takes_texts(info) else None
+
+
+def _takes_texts(info: ModelInfo) -> bool:
+    required = {tensor.name: tensor for tensor in info.inputs if tensor.default is None}
+    tokens = required.get(_TOKENS)
+    return tokens is not None and required.keys() <= {_TOKENS, _MASK, _TYPES} and len(info.wire_shape(tokens)) == 2

@@ -204,6 +204,35 @@ def test_texts_that_come_and_go_have_the_tokens_of_transformers(
         assert answer == expected(name, prompt, count), (name, len(prompt))
 
 
+def cached_of(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_the_next_turn_begins_where_the_last_one_ended(server: Running) -> None:
+    """It continues the text of the same model that has the most of its tokens, whether that has ended or not."""
+    prompt = np.random.default_rng(5).integers(3, VOCABULARY, 40).tolist()
+    first = complete(server.address, "llama", prompt, max_tokens=12)
+    assert cached_of(first) == 0
+    whole = [*prompt, *tokens_of(first)]
+    turns = [
+        ([*whole, 9, 8, 7], len(whole) - 1),
+        ([*prompt[:20], 5, 5, 6], 20),
+        (whole, len(whole) - 1),
+        (prompt, 39),
+    ]
+    for turn, cached in turns:
+        answer = complete(server.address, "llama", turn, max_tokens=5)
+        assert tokens_of(answer) == expected("llama", turn, 5)
+        assert cached_of(answer) == cached
+    assert cached_of(complete(server.address, "qwen", prompt, max_tokens=1)) == 0
+    with ThreadPoolExecutor(6) as clients:
+        asked = [[*prompt, n] for n in range(3, 9)]
+        answers = list(clients.map(lambda own: complete(server.address, "llama", own, max_tokens=9), asked))
+    assert [tokens_of(answer) for answer in answers] == [expected("llama", own, 9) for own in asked]
+    assert min(map(cached_of, answers)) >= 40 - 1
+    eventually(lambda: metric(server.metrics_address, "cohabit_sequences", "llama") == 0)
+
+
 def test_a_text_goes_on_with_the_same_tokens_after_its_engine_was_killed(
     repository: Path, cache: Path, tmp_path: Path
 ) -> None:
@@ -328,6 +357,7 @@ def test_a_conversation_is_rendered_by_the_model_s_template(server: Running) -> 
         "prompt_tokens": len(prompt),
         "completion_tokens": 8,
         "total_tokens": len(prompt) + 8,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
     whole = answer["choices"][0]["message"]
     parts = [{"type": "text", "text": text} for text in ("Grüß Gott", ", 你好")]
@@ -342,7 +372,8 @@ def test_a_conversation_is_rendered_by_the_model_s_template(server: Running) -> 
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == whole["content"]
     assert chunks[-2]["choices"][0]["finish_reason"] == answer["choices"][0]["finish_reason"]
-    assert chunks[-1]["usage"] == answer["usage"]
+    again = {"prompt_tokens_details": {"cached_tokens": len(prompt) - 1}}
+    assert chunks[-1]["usage"] == answer["usage"] | again
 
 
 def test_a_text_stops_at_its_strings_and_at_the_model_s_own_token(server: Running) -> None:

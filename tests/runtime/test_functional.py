@@ -233,6 +233,11 @@ class Changing(nn.Module):
         return x * scale
 
 
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x * scale
+
+
 def test_an_input_that_the_program_changes_is_named_and_kept(tmp_path: Path) -> None:
     inputs = torch.randn(2, 4), torch.randn(2, 4)
     program = torch.export.export(Changing(), tuple(t.clone() for t in inputs))
@@ -247,6 +252,20 @@ def test_an_input_that_the_program_changes_is_named_and_kept(tmp_path: Path) -> 
         (found,) = bench.executor.run(bench.program(resident_plan(bench.graph)), given).outputs
         assert torch.equal(found, Changing()(*(t.clone() for t in inputs)))
         assert torch.equal(given[0], inputs[0])
+
+
+def test_inputs_that_are_lent_take_none_of_the_workspace(tmp_path: Path) -> None:
+    inputs = torch.randn(2, 4096), torch.randn(2, 4096)
+    torch.export.save(torch.export.export(Scaled(), inputs), tmp_path / "model.pt2")
+    lowered = lower(tmp_path / "model.pt2", "scaled", [2], tmp_path / "cache")
+    lent = lowered.lent(["scale"])
+    before, after = (each.graphs[Bucket(2)] for each in (lowered, lent))
+    assert before.fingerprint != after.fingerprint
+    assert peak_activation_bytes(before) - peak_activation_bytes(after) == inputs[1].nbytes
+    assert lowered.lent(["none"]) is lowered
+    with opened(cpu, lent) as bench:
+        (found,) = bench.executor.run(bench.program(resident_plan(bench.graph)), list(inputs)).outputs
+        assert torch.equal(found, inputs[0] * inputs[1])
 
 
 def masked(m: Parts, x: torch.Tensor) -> torch.Tensor:

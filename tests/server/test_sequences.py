@@ -422,9 +422,14 @@ async def test_growing_states_have_what_their_own_requests_have_added(seed: int)
             if faulty := draws.random() < 0.1:
                 values[0] = 1000.0
             before = [] if start else known.get(sequence)
+            prefix = None
+            if start and draws.random() < 0.5:
+                other, length = draws.randrange(4), draws.randint(0, 40)
+                prefix = other + 1, length
+                before = known[other][:length] if length <= len(known.get(other, ())) and other in known else None
             x = np.array([values], np.float32)
             asked = Request(
-                KEY, {"x": x}, 1, (RequestedOutput("y"),), sequence=SequenceStep(sequence + 1, start, end)
+                KEY, {"x": x}, 1, (RequestedOutput("y"),), sequence=SequenceStep(sequence + 1, start, end, prefix)
             )
             fits = before is not None and (end or len(before) + len(values) <= 40)
             if faulty or not fits:

@@ -143,6 +143,11 @@ def test_token_ids_are_taken_as_they_are(texts: Ports) -> None:
     assert np.allclose(vectors(embed(texts, "mean", [[2, 3], [4]])), expected([2, 3], [4]), atol=1e-6)
 
 
+def test_texts_that_are_too_long_are_cut_where_that_is_asked_for(texts: Ports) -> None:
+    found = vectors(embed(texts, "mean", ["a " * 8, "cat"], truncate=True))
+    assert np.allclose(found, expected([1, *[2] * 7], [1, 3]), atol=1e-6)
+
+
 def test_base64_has_the_same_numbers(texts: Ports) -> None:
     answer = embed(texts, "mean", "a cat", encoding_format="base64", dimensions=WIDTH, user="someone")
     found = np.frombuffer(base64.b64decode(answer.json["data"][0]["embedding"]), "<f4")

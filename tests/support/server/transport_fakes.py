@@ -108,7 +108,7 @@ class FakeEngine:
 
     def count_rejection(self, model: ModelKey, reason: str) -> None: ...
 
-    def end_sequence(self, model: ModelKey, sequence: SequenceId) -> None:
+    def end_sequence(self, model: ModelKey, sequence: SequenceId, *, spare: bool = False) -> None:
         self.ended.append((model, sequence))
 
     def change_log(self, settings: LogSettings) -> None: ...
