@@ -25,7 +25,7 @@ from cohabit.loadgen.load import Load
 from cohabit.loadgen.report import Report
 from cohabit.loadgen.run import run_load
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
-from cohabit.server.capacity.simulation import Overheads
+from cohabit.server.capacity.simulation import IDLE_AFTER_S, Overheads
 
 LAYOUTS = {"resident": "150%", "partitioned": "25%", "time_shared": "25%"}
 """Layouts, with their memory."""
@@ -136,7 +136,7 @@ def _calibrated(options: argparse.Namespace, idle: Point, busy: Point) -> Overhe
         latency = point.measured.latency
         assert latency is not None
         more_s.append(latency.mean_s - _predict(options, point, executions).mean_s)
-    shares = [Overheads.mean_idle_share(point.rate_per_s) for point in (idle, busy)]
+    shares = [1 / (1 + point.rate_per_s * IDLE_AFTER_S) for point in (idle, busy)]  # means of Poisson arrivals
     idle_s = max((more_s[0] - more_s[1]) / (shares[0] - shares[1]), 0.0) if shares[0] > shares[1] else 0.0
     return Overheads(max(more_s[1] - idle_s * shares[1], 0.0), idle_s, execution_s, factor)
 

@@ -11,7 +11,7 @@ import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +22,6 @@ import msgspec
 import torch
 from rich.console import Console
 
-from benchmarks.earlier_models import EARLIER
 from benchmarks.programs import loaded, onnxruntime_call
 from benchmarks.record import markdown_table, parser_of, publish
 from benchmarks.turns import Quartiles, in_turns, seconds_of
@@ -46,8 +45,6 @@ from cohabit.runtime.options import Options
 from cohabit.runtime.stores.host import open_store
 
 MODELS = ("resnet152", "resnet50", "mobilenet_v2", "vit_small", "bert_base", "bert_small", "lstm", "ranker")
-UNTUNED: Mapping[str, Callable[[], tuple[torch.nn.Module, Inputs]]] = {**EARLIER, **UNSEEN}
-"""Compared with everything resident only. Each list has a table of its own."""
 SHARE = 0.25
 WAYS = ("resident", "streamed", "from file", "bfloat16", "bfloat16 streamed", "inductor", "eager")
 ROUND_S, MOST_REPEATS = 0.01, 20
@@ -68,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(msgspec.json.encode(_measure(options)).decode())
         return 0
     console = Console(highlight=False)
-    known = [name for name in options.models if name not in UNTUNED]
+    known = [name for name in options.models if name not in UNSEEN]
     if known:
         prepare_visibly(options.folder / "zoo", recipes(len(known), known), force=False, console=console)
     for name in set(options.models) - set(known):
-        save_model(export_model(*UNTUNED[name]()), _archive(options.folder, name), {})
+        save_model(export_model(*UNSEEN[name]()), _archive(options.folder, name), {})
     found: Found = {}
     for threads in options.threads:
         for batch in options.batches:
@@ -97,7 +94,7 @@ def _measure(options: argparse.Namespace) -> Times:
     (batch,), (threads,) = options.batches, options.threads
     torch.set_num_threads(threads)
     with ExitStack() as stack, torch.inference_mode():
-        ways = _ours(options.model, batch, options.folder, stack, resident_only=options.model in UNTUNED)
+        ways = _ours(options.model, batch, options.folder, stack, resident_only=options.model in UNSEEN)
         ways |= _peers(options.model, batch, threads, options)
         quickest = math.inf
         for way in ways.values():
@@ -112,7 +109,7 @@ def _archive(folder: Path, name: str) -> Path:
 
 
 def _built(name: str) -> tuple[torch.nn.Module, Inputs]:
-    return UNTUNED[name]() if name in UNTUNED else ZOO[name].build(0)
+    return UNSEEN[name]() if name in UNSEEN else ZOO[name].build(0)
 
 
 def _ours(name: str, batch: int, folder: Path, stack: ExitStack, *, resident_only: bool) -> dict[str, Way]:
@@ -192,9 +189,7 @@ def _sections(found: Found, options: argparse.Namespace) -> list[str]:
 
 def _list_of(name: str) -> str:
     """Return what a table's heading says of this model's list."""
-    if name in UNSEEN:
-        return ", models that were first run here"
-    return ", models that no rewrite was made for" if name in EARLIER else ""
+    return ", models that were first run here" if name in UNSEEN else ""
 
 
 def _base(times: Times) -> str:
@@ -222,7 +217,7 @@ instructions, or that the engine was not installed or cannot run the model.
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.peers", __doc__)
     parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
-    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNTUNED], metavar="NAME")
+    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNSEEN], metavar="NAME")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--batches", type=int, nargs="+", choices=(1, 8), default=[1, 8])
     parser.add_argument("--rounds", type=int, default=20)

@@ -16,10 +16,11 @@ from unittest.mock import patch
 import torch
 from rich.console import Console
 
-from benchmarks.peers import MODELS, UNTUNED
+from benchmarks.peers import MODELS
 from benchmarks.programs import loaded
 from benchmarks.record import markdown_table, parser_of, publish
 from benchmarks.turns import Quartiles, in_turns, seconds_of
+from benchmarks.unseen_models import UNSEEN
 from cohabit.loadgen.zoo.exporting import export_model, save_model
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 from cohabit.planner.shapes import Bucket
@@ -39,18 +40,18 @@ ROUND_S = 0.02
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of("benchmarks.rewrites", __doc__)
-    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNTUNED], metavar="NAME", help="(default: all)")
+    parser.add_argument("--models", nargs="+", default=[*MODELS, *UNSEEN], metavar="NAME", help="(default: all)")
     parser.add_argument("--rounds", type=int, default=15, help="(default: %(default)s)")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     console = Console(stderr=True)
-    known = [name for name in options.models if name not in UNTUNED]
+    known = [name for name in options.models if name not in UNSEEN]
     prepare_visibly(options.folder / "zoo", recipes(len(known), known), force=False, console=console)
     gains: dict[str, dict[str, Quartiles]] = {}
     for name in options.models:
         archive = options.folder / "zoo" / name / "1" / "model.pt2"
-        if name in UNTUNED:
-            save_model(export_model(*UNTUNED[name]()), archive, {})
+        if name in UNSEEN:
+            save_model(export_model(*UNSEEN[name]()), archive, {})
         for step, gain in _gains(name, archive, options).items():
             gains.setdefault(step, {})[name] = gain
             console.print(f"{name}, without {step}: {gain.middle:.3f}")

@@ -23,16 +23,16 @@ COMMANDS = {
     "soak": "soak --minutes 20 --record",
     "lanes": "lanes --record",
     "frontend": "frontend --record",
-    "peers": "peers --models resnet50 mobilenet_v2 vit_small minilm bert_small lstm ranker gated_mobilenet decoder"
-    " vocoder tagger recommender detector noise_unet speech_encoder forecaster convnextv2_pico swin_small yolox_nano"
-    " deberta_v3_reranker qwen3_prefill conformer_ctc_small ecapa_tdnn two_tower patchtst --threads 1 --batches 1"
-    " --rounds 11 --record",
+    "peers": "peers --models resnet50 mobilenet_v2 vit_small minilm bert_small lstm ranker convnextv2_pico swin_small"
+    " yolox_nano deberta_v3_reranker qwen3_prefill conformer_ctc_small ecapa_tdnn two_tower patchtst --threads 1"
+    " --batches 1 --rounds 11 --record",
     "peers-threads": "peers --models resnet50 minilm bert_small ranker --threads 2 --batches 1 8 --rounds 9"
     " --without inductor --record --record-as peers-threads",
     "streaming": "streaming --models resnet152 bert_base minilm bert_small --rounds 11 --record",
     "streaming-sizes": "streaming --models resnet152 bert_base bert_short minilm bert_small --stores ram"
     " --shares 0.1 0.15 0.25 0.4 0.6 0.75 --rounds 21 --record-as streaming-sizes --record",
     "small-models": "small_models --rounds 800 --record",
+    "ensembles": "ensembles --record",
     "first-start": "first_start --record",
     "edge": "edge --requests 30 --record",
     "edge-links": "edge.links --rounds 7 --record",
@@ -48,8 +48,8 @@ COMMANDS = {
     "weights": "weights --record",
     "kernels": "kernels --record",
     "texts": "texts --record",
-    "rewrites": "rewrites --models resnet50 mobilenet_v2 minilm lstm ranker decoder noise_unet speech_encoder"
-    " yolox_nano conformer_ctc_small ecapa_tdnn patchtst qwen3_prefill --record",
+    "rewrites": "rewrites --models resnet50 mobilenet_v2 minilm lstm ranker yolox_nano conformer_ctc_small ecapa_tdnn"
+    " patchtst qwen3_prefill --record",
     "sessions": "sessions --seconds 600 --layouts resident 'partitioned, 50%' 'lru, 60%' --record",
     "budget": "budget --record",
     "budget-cgroup": "budget_cgroup --record",

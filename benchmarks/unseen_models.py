@@ -1,8 +1,8 @@
 """Nine models of kinds that people publish, as their authors write them, with random weights.
 
-Their author had not seen the rewrites, and nothing was tuned to them: a table of `benchmarks.peers`. Weights and
-rows do not depend on the batch. Parameters that begin as constants, and statistics of batch norms, are perturbed, so
-that each branch does something, as in a trained model.
+Their author had not seen the rewrites, and nothing was tuned to them: a table of `benchmarks.peers`, where they run
+with everything resident only. Weights and rows do not depend on the batch. Parameters that begin as constants, and
+statistics of batch norms, are perturbed, so that each branch does something, as in a trained model.
 """
 
 # ruff: noqa

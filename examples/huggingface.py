@@ -16,7 +16,7 @@ COHABIT = (sys.executable, "-m", "cohabit.server.cli")
 def tiny_bert(folder: Path) -> Path:
     from transformers import BertConfig, BertModel
 
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(vocab_size=500, max_position_embeddings=32, **sizes)
     BertModel(config).save_pretrained(folder)
     return folder

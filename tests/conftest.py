@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.server import log
 from cohabit.server.observe.settings import LogSettings
+from tests.support.measuring import short_measurements
 from tests.support.runtime import models
 
+RUNTIME = Path(__file__).parent / "runtime"
 FOLDERS_OF_PROCESSES = ("e2e", "hostile", "transport")
 """Folders whose tests start servers. In the others, files with such tests are marked `process`."""
 
@@ -41,6 +44,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_measurements(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How exact profiles are is the subject of the runtime's tests alone."""
+    with nullcontext() if request.path.is_relative_to(RUNTIME) else short_measurements():
+        yield
 
 
 @pytest.fixture(autouse=True)

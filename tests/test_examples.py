@@ -3,10 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import runpy
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
 from cohabit.planner.compiled import cache_folder
 from cohabit.server.cli import main
+from examples import ensemble
 from examples.sentences import embed, table
 from examples.serve_module import Scorer
 from tests.support.server.fake_kserve import serving_app
@@ -44,20 +45,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def output_of(example: str, *arguments: str) -> str:
-    command = [sys.executable, str(EXAMPLES / example), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+@pytest.fixture
+def printed_by(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A function that runs an example in this process, which has imported torch."""
 
+    def run(example: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [example, *arguments])
+        status: object = 0
+        try:
+            runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code
+        assert not status
+        return capfd.readouterr().out
 
-def printed_here(example: str, capfd: pytest.CaptureFixture[str]) -> str:
-    """Run an example in this process, which has imported torch."""
-    status: object = 0
-    try:
-        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
-    except SystemExit as ended:
-        status = ended.code
-    assert not status
-    return capfd.readouterr().out
+    return run
 
 
 @contextmanager
@@ -81,11 +83,11 @@ def is_score_of_the_module(printed: str) -> bool:
     return name == "score" and float(value.strip("[]")) == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_module_is_served_and_then_from_a_bundle() -> None:
+def test_a_module_is_served_and_then_from_a_bundle(printed_by: Callable[..., str]) -> None:
     with served(sys.executable, str(EXAMPLES / "serve_module.py"), "--memory", "1MiB", *PORTS) as address:
-        assert is_score_of_the_module(output_of("client.py", "scorer", address))
+        assert is_score_of_the_module(printed_by("client.py", "scorer", address))
     with served("sh", str(EXAMPLES / "bundle.sh"), *PORTS) as address:
-        assert is_score_of_the_module(output_of("client.py", "scorer", address))
+        assert is_score_of_the_module(printed_by("client.py", "scorer", address))
 
 
 @pytest.mark.parametrize(
@@ -98,15 +100,22 @@ def test_a_module_is_served_and_then_from_a_bundle() -> None:
         ("train_with_lightning.py", "the same as Lightning's"),
     ],
 )
-def test_an_example_runs(
-    example: str, printed: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", [example])
-    assert printed in printed_here(example, capfd)
+def test_an_example_runs(example: str, printed: str, printed_by: Callable[..., str]) -> None:
+    assert printed in printed_by(example)
 
 
-def test_a_plan_made_by_hand_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    assert "resident 24.0 ms" in printed_here("plan.py", capfd)
+def test_an_ensemble_answers_as_its_steps_in_eager_pytorch(printed_by: Callable[..., str]) -> None:
+    printed = re.findall(r"-?\d+\.\d+(?:e-?\d+)?", printed_by("ensemble.py"))
+    torch.manual_seed(0)
+    image, _, _ = torch.rand(2, 3, 64, 64), torch.rand(2, 4, 4), torch.rand(2, 4, 3, 16, 16)
+    found = ensemble.Detector().eval()(image)
+    classes = ensemble.Classifier().eval()(**ensemble.Crop()(image, found["boxes"]))["classes"]
+    expected = torch.cat([found["scores"].flatten(), classes.flatten()]).tolist()
+    assert [float(number) for number in printed] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+def test_a_plan_made_by_hand_is_shown(printed_by: Callable[..., str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert "resident 24.0 ms" in printed_by("plan.py")
     assert main(["show", "plans/chain.plan.json"]) == 0
     assert "chain, batch 1, in 16.0 MiB" in capfd.readouterr().out
 

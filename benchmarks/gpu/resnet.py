@@ -31,8 +31,6 @@ class Bottleneck(nn.Module):
 
 
 class ResNet152(nn.Module):
-    """`layers` is what a hand-written streamer walks."""
-
     def __init__(self) -> None:
         super().__init__()
         stem = nn.Sequential(
@@ -46,12 +44,11 @@ class ResNet152(nn.Module):
                 layers.append(Bottleneck(channels, width, 2 if stage and not block else 1))
                 channels = 4 * width
         layers.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)))
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+        y: torch.Tensor = self.layers(x)
+        return y
 
 
 def resnet152(layout: torch.memory_format = torch.contiguous_format) -> ResNet152:

@@ -41,7 +41,7 @@ GPU_TESTS = tuple(
     )
 )
 """The files with tests marked `gpu`. Others import the server, whose packages the machine may lack."""
-STEPS = (TESTS, "table2", "copies", "figure8", "cold", "texts", "training")
+STEPS = (TESTS, "table2", "copies", "figure8", "texts")
 """In the order of what is most wanted."""
 
 

@@ -96,12 +96,12 @@ def most_resident_bytes(graph: Graph, memory: Memory) -> int:
 
 
 @lru_cache(maxsize=4)  # a search calls it twice: for its bound and for initial residents
-def relax(graph: Graph, profile: Profile, memory: Memory, most_ops: int = MOST_OPS) -> Relaxed | None:
+def relax(graph: Graph, profile: Profile, memory: Memory) -> Relaxed | None:
     """Solve the relaxation. None if it has no solution (then no plan exists) or the solver finds none."""
     resident_bytes = most_resident_bytes(graph, memory)
-    chains = [longest_chain(graph, profile, most_ops)]
+    chains = [longest_chain(graph, profile, MOST_OPS)]
     if sum(op_s for _, _, op_s in chains[0].unordered) > MOST_UNORDERED * profile.compute_s:
-        chains.append(longest_chain(graph, profile, most_ops, latest=False))
+        chains.append(longest_chain(graph, profile, MOST_OPS, latest=False))
     excluded = list(exclusions(graph, profile, memory.nbytes))
     solved = [_relax(chain, excluded, memory.nbytes, resident_bytes) for chain in chains]
     return max((r for r in solved if r is not None), key=lambda r: r.latency_s, default=None)

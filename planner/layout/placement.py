@@ -3,9 +3,9 @@
 This is dynamic storage allocation, which is NP-hard. Greedy orders with best fit come within a few per cent of the
 peak of live bytes, the lower bound of every placement."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import product
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from cohabit.planner.arrays import Ints
 from cohabit.planner.compiled import compiled
 from cohabit.planner.graph import SCRATCH_ALIGNMENT, Graph
 from cohabit.planner.lifetimes import Lifespan, lifespans, live_bytes
-
-UNLIMITED: Final = 1 << 62
-"""More bytes than any layout needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +22,6 @@ class Block:
     nbytes: int
     alignment: int
     span: Lifespan
-    again: Lifespan | None = None
-    """A later span during which the same bytes are needed again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,34 +34,26 @@ class Layout:
 
 def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
     """Return the smallest of the greedy layouts, or the first that needs at most `enough_bytes`."""
+    if not blocks:
+        return Layout((), 0)
     best: Layout | None = None
     floor = max(most_live_bytes(blocks), enough_bytes)
-    for layout in layouts(blocks):
-        if best is None or layout.peak_bytes < best.peak_bytes:
-            best = layout
+    rows = np.array([(b.nbytes, b.alignment, b.span.first, b.span.end) for b in blocks], dtype=np.int64).T.copy()
+    for order, best_fit in product(_orders(*rows), (True, False)):
+        offsets = _fit(order, rows, best_fit)
+        peak_bytes = int((offsets + rows[0]).max())
+        if best is None or peak_bytes < best.peak_bytes:
+            best = Layout(tuple(offsets.tolist()), peak_bytes)
         if best.peak_bytes <= floor:
             break
     assert best is not None
     return best
 
 
-def layouts(blocks: Sequence[Block], most_bytes: int = UNLIMITED) -> Iterator[Layout]:
-    """Yield at least one layout by greedy rules; with `most_bytes`, only layouts within it."""
-    if not blocks:
-        yield Layout((), 0)
-        return
-    rows = arrays_of(blocks)
-    for order in _orders(*rows[:4]):
-        for best_fit in (True, False):
-            offsets = _fit(order, rows, best_fit, most_bytes)
-            if len(offsets):
-                yield Layout(tuple(offsets.tolist()), int((offsets + rows[0]).max()))
-
-
 def most_live_bytes(blocks: Sequence[Block]) -> int:
     """Return the peak of live bytes: a lower bound on every layout's peak."""
-    pairs = [(span, b.nbytes) for b in blocks for span in (b.span, b.again) if span is not None]
-    return max(live_bytes(pairs, max((span.end for span, _ in pairs), default=0)), default=0)
+    end = max((b.span.end for b in blocks), default=0)
+    return max(live_bytes([(b.span, b.nbytes) for b in blocks], end), default=0)
 
 
 def activation_tops(graph: Graph) -> tuple[int, ...]:
@@ -94,31 +81,6 @@ def activation_tops(graph: Graph) -> tuple[int, ...]:
     return tuple(tops.tolist())
 
 
-def arrays_of(blocks: Sequence[Block]) -> Ints:
-    """Return bytes, alignment, and first and end of both spans; shape [6, blocks]. Most second spans are empty."""
-    rows = [(b.nbytes, b.alignment, b.span.first, b.span.end, *_again(b)) for b in blocks]
-    return np.array(rows, dtype=np.int64).T.copy()
-
-
-def _again(block: Block) -> tuple[int, int]:
-    return (block.again.first, block.again.end) if block.again is not None else (block.span.end, block.span.end)
-
-
-@compiled
-def _meet(
-    first: int, end: int, first_again: int, end_again: int, first_2: int, end_2: int, again_2: int, end_again_2: int
-) -> bool:
-    """Whether two blocks are ever needed at the same time. Empty spans never meet."""
-    if first < end_2 and first_2 < end:
-        return True
-    if first_again < end_again and (
-        (first_again < end_2 and first_2 < end_again)
-        or (again_2 < end_again_2 and first_again < end_again_2 and again_2 < end_again)
-    ):
-        return True
-    return bool(again_2 < end_again_2 and first < end_again_2 and again_2 < end)
-
-
 def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]:
     """Return the orders to try: largest first, largest area first, longest first, earliest first, coarsest first."""
     return [
@@ -131,24 +93,22 @@ def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]
 
 
 @compiled
-def _fit(order: Ints, blocks: Ints, best_fit: bool, most_bytes: int) -> Ints:
+def _fit(order: Ints, blocks: Ints, best_fit: bool) -> Ints:
     """Place blocks one by one in the tightest (or the lowest) gap between placed blocks.
 
-    `blocks` is from `arrays_of`. Returns no offsets if a block would end above `most_bytes`.
+    `blocks` has their bytes, alignment, first and end, [4, blocks].
     """
     offsets = np.zeros(len(order), dtype=np.int64)
     nbytes, alignment = blocks[0], blocks[1]
-    # Placed blocks, lowest first; rows are offset, end and the times of both spans.
-    placed = np.empty((6, len(order)), dtype=np.int64)
+    # Placed blocks, lowest first; rows are offset, end, and first and end of the span.
+    placed = np.empty((4, len(order)), dtype=np.int64)
     count = 0
     for i in order:
-        first, end, first_again, end_again = blocks[2, i], blocks[3, i], blocks[4, i], blocks[5, i]
+        first, end = blocks[2, i], blocks[3, i]
         at, slack, found, top = 0, 0, False, 0
         # The gaps between blocks alive at the same time, from the lowest up.
         for j in range(count):
-            if not _meet(
-                first, end, first_again, end_again, placed[2, j], placed[3, j], placed[4, j], placed[5, j]
-            ):
+            if first >= placed[3, j] or placed[2, j] >= end:
                 continue
             low = (top + alignment[i] - 1) // alignment[i] * alignment[i]
             gap = placed[0, j] - low - nbytes[i]
@@ -162,15 +122,13 @@ def _fit(order: Ints, blocks: Ints, best_fit: bool, most_bytes: int) -> Ints:
         offsets[i] = at
         if nbytes[i] == 0:
             continue
-        if at + nbytes[i] > most_bytes:
-            return offsets[:0]
         # Insert the block by its offset.
         hole = count
         while hole > 0 and placed[0, hole - 1] > at:
-            for row in range(6):
+            for row in range(4):
                 placed[row, hole] = placed[row, hole - 1]
             hole -= 1
         placed[0, hole], placed[1, hole] = at, at + nbytes[i]
-        placed[2, hole], placed[3, hole], placed[4, hole], placed[5, hole] = first, end, first_again, end_again
+        placed[2, hole], placed[3, hole] = first, end
         count += 1
     return offsets

@@ -161,7 +161,7 @@ class Capacity:
             p50_s=p50_s,
             p99_s=p99_s,
             mean_s=float(np.nanmean(simulated.latencies_s)),
-            busy=max(simulated.busy),
+            busy=simulated.busy,
             refused=float(np.isnan(simulated.latencies_s).mean()),
             models=tuple(fits),
         )

@@ -42,7 +42,6 @@ class SimulatedModel:
     max_rows: int = 0
     """Maximum rows of a batch; 0 executes requests alone."""
     policy: Policy = field(default_factory=Policy)
-    lane: int = 0
 
     def seconds(self, rows: int) -> float:
         """Return the time of an execution of `rows`, padded to the next planned batch."""
@@ -72,11 +71,6 @@ class Overheads:
         idle_share = 1 - np.exp(-np.diff(times_s, prepend=-np.inf) / IDLE_AFTER_S)
         return np.asarray(self.request_s + self.idle_s * idle_share)
 
-    @staticmethod
-    def mean_idle_share(rate_per_s: float) -> float:
-        """Return the mean fraction of `idle_s` added to requests of Poisson arrivals."""
-        return 1 / (1 + rate_per_s * IDLE_AFTER_S)
-
 
 NO_OVERHEADS: Final = Overheads()
 
@@ -87,22 +81,8 @@ class Simulated:
 
     latencies_s: NDArray[np.float64]
     """Of each arrival, from its sending to its answer, [arrivals]; nan if refused."""
-    busy: tuple[float, ...]
-    """Fraction of the time that each lane executed."""
-    rows_per_execution: float
-
-
-class _Lane:
-    """A compute lane: its scheduler, and its current execution."""
-
-    def __init__(self) -> None:
-        self.scheduler = Scheduler(QUEUE_LIMIT)
-        self.running: Batch | None = None
-        self.last: tuple[ModelKey, float] | None = None
-        """The last executed model, and the end of its execution."""
-        self.wakes_s = math.inf
-        """Next time to look for a delayed batch."""
-        self.busy_s = 0.0
+    busy: float
+    """Fraction of the time that the compute lane executed."""
 
 
 def simulate(
@@ -110,56 +90,56 @@ def simulate(
     times_s: NDArray[np.float64],
     wanted: NDArray[np.int64],
     overheads: Overheads = NO_OVERHEADS,
-    lanes: int = 1,
 ) -> Simulated:
     """Serve requests sent at `times_s`, [arrivals], ascending, to the models with indices `wanted`, [arrivals]."""
-    server = [_Lane() for _ in range(lanes)]
     keys = [ModelKey(model.name, 1) for model in models]
     by_key = dict(zip(keys, models, strict=True))
+    scheduler = Scheduler(QUEUE_LIMIT)
     for key, model in by_key.items():
-        server[model.lane].scheduler.add(key, model.predicted_s, model.policy, model.max_rows, model.recovery_s)
+        scheduler.add(key, model.predicted_s, model.policy, model.max_rows, model.recovery_s)
     latencies_s = np.full(len(times_s), math.nan)
     number_of: dict[Ticket, int] = {}
-    events: list[tuple[float, int]] = []
-    """Ends of executions, and times at which delayed batches may start, with the lane's number."""
-    executions = rows = 0
+    running: Batch | None = None
+    last_model: ModelKey | None = None
+    ends_s = busy_s = 0.0
+    wakes_s = math.inf
+    """Next time to look for a delayed batch."""
+    events: list[float] = []
+    """Ends of executions, and times at which delayed batches may start."""
 
-    def dispatch(lane: _Lane, number: int, now_s: float) -> None:
-        nonlocal executions, rows
-        batch = lane.scheduler.next(now_s)
-        lane.scheduler.shed(now_s)
+    def dispatch(now_s: float) -> None:
+        nonlocal running, last_model, ends_s, busy_s, wakes_s
+        batch = scheduler.next(now_s)
+        scheduler.shed(now_s)
         if batch is None:
-            wake_s = lane.scheduler.wake_s(now_s)
-            if wake_s < math.inf and wake_s != lane.wakes_s:
-                lane.wakes_s = wake_s
-                heapq.heappush(events, (wake_s, number))
+            wake_s = scheduler.wake_s(now_s)
+            if wake_s < math.inf and wake_s != wakes_s:
+                wakes_s = wake_s
+                heapq.heappush(events, wake_s)
             return
         model = by_key[batch.model]
         # After another model, a whole copy; after the same one, the rest of its recovery.
         seconds = model_seconds(batch)
-        if lane.last is not None and lane.last[0] == batch.model:
-            seconds += max(0.0, overheads.execution_factor * model.recovery_s - (now_s - lane.last[1]))
+        if last_model == batch.model:
+            seconds += max(0.0, overheads.execution_factor * model.recovery_s - (now_s - ends_s))
         else:
             seconds += overheads.execution_factor * model.load_s
-        lane.running = batch
-        lane.last = (batch.model, now_s + seconds)
-        lane.busy_s += seconds
-        executions, rows = executions + 1, rows + batch.rows
-        heapq.heappush(events, (now_s + seconds, number))
+        running, last_model, ends_s = batch, batch.model, now_s + seconds
+        busy_s += seconds
+        heapq.heappush(events, ends_s)
 
     def advance(until_s: float) -> None:
         """Process the events before the next arrival."""
-        while events and events[0][0] <= until_s:
-            now_s, number = heapq.heappop(events)
-            lane = server[number]
-            batch = lane.running
-            if batch is not None and lane.last is not None and now_s >= lane.last[1]:
-                lane.running = None
-                lane.scheduler.finished(batch, now_s, model_seconds(batch))
-                for ticket in batch.tickets:
+        nonlocal running
+        while events and events[0] <= until_s:
+            now_s = heapq.heappop(events)
+            if running is not None and now_s >= ends_s:
+                scheduler.finished(running, now_s, model_seconds(running))
+                for ticket in running.tickets:
                     latencies_s[number_of.pop(ticket)] = now_s - ticket.arrived_s
-            if lane.running is None:
-                dispatch(lane, number, now_s)
+                running = None
+            if running is None:
+                dispatch(now_s)
 
     def model_seconds(batch: Batch) -> float:
         return overheads.of_execution(by_key[batch.model].seconds(batch.rows))
@@ -167,19 +147,17 @@ def simulate(
     # Arrivals in order: finish earlier executions, submit, and start an idle lane.
     for arrival, (now_s, which) in enumerate(zip(times_s.tolist(), wanted.tolist(), strict=True)):
         advance(now_s)
-        lane_number = models[which].lane
-        lane = server[lane_number]
         request = Request(keys[which], {}, 1, (), arrived_s=now_s)
         try:
-            number_of[lane.scheduler.submit(now_s, request)] = arrival
+            number_of[scheduler.submit(now_s, request)] = arrival
         except RequestError:
             continue  # refused
-        if lane.running is None:
-            dispatch(lane, lane_number, now_s)
+        if running is None:
+            dispatch(now_s)
     advance(math.inf)
-    end_s = max([float(times_s[-1]) if len(times_s) else 0.0, *(lane.last[1] for lane in server if lane.last)])
-    busy = tuple(lane.busy_s / end_s if end_s else 0.0 for lane in server)
-    return Simulated(latencies_s + overheads.of_requests(times_s), busy, rows / max(executions, 1))
+    end_s = max(float(times_s[-1]) if len(times_s) else 0.0, ends_s)
+    busy = busy_s / end_s if end_s else 0.0
+    return Simulated(latencies_s + overheads.of_requests(times_s), busy)
 
 
 def poisson(

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _FORMS = {"plain": "with weights as exported", "transposed": "transposed", "packed": "packed for oneDNN"}
 """Forms of linear layers, as text."""
+_LARGEST_TOLERANCE = 0.05
+"""Of any type: a larger difference was accepted because the archive's own output changes as much by rounding."""
 _EXAMPLES = """examples:
   cohabit check models/resnet50
   cohabit check models/resnet50 --memory 64MiB,25%
@@ -75,6 +77,10 @@ def _show(found: "ServabilityReport", out: Console) -> None:
     for kind, fields in (("refused", found.refused_fields), ("ignored", found.ignored_fields)):
         for field, reason in fields.items():
             out.print(f"config.pbtxt: {field} is {kind}: {reason}", soft_wrap=True)
+    if found.info is not None and found.servable and found.memory is None:
+        out.print(tensor_table(found.info))
+        out.print(f"{found.name} is an ensemble, and can be served: its steps fit one another")
+        return
     if found.info is None or found.memory is None:
         out.print(f"{found.name} cannot be served: {found.reason}", soft_wrap=True)
         return
@@ -138,7 +144,10 @@ def _show_validation(found: "ServabilityReport", out: Console) -> None:
         out.print(f"archive       not compared with it: {validation.unchecked}", soft_wrap=True)
     else:
         said = f"{validation.runs} sets of inputs, largest difference {validation.largest:.0e}"
-        out.print(f"archive       compared with it on {said} of an output's largest element", soft_wrap=True)
+        as_rounding = "; rounding errors alone change it as much" if validation.largest > _LARGEST_TOLERANCE else ""
+        out.print(
+            f"archive       compared with it on {said} of an output's largest element{as_rounding}", soft_wrap=True
+        )
     for left_out in validation.left_out:
         out.print(f"left out      rewrite {left_out}", soft_wrap=True)
 

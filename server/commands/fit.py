@@ -152,13 +152,18 @@ def candidates(config: "ServeConfig", progress: Callable[[str], None]) -> "tuple
     from cohabit.server.engine.servable import describe
     from cohabit.server.errors import load_reason
     from cohabit.server.repository.scan import scan
-    from cohabit.server.repository.sources import Unloadable, by_name
+    from cohabit.server.repository.sources import EnsembleSource, Unloadable, by_name
 
     found, left_out = [], {}
     for name, versions in by_name(scan(config.repository)).items():
         source = versions[-1]
         if isinstance(source, Unloadable):
             left_out[name] = source.reason
+            continue
+        if isinstance(source, EnsembleSource):
+            left_out[name] = (
+                "it is an ensemble, which takes no memory; the rates of its steps are those of their models"
+            )
             continue
         try:
             model = lowered_and_measured(source, config, lambda name, stage: progress(f"{name}: {stage}"))

@@ -32,7 +32,7 @@ from cohabit.server.deploy.worker import WorkerProcesses
 from cohabit.server.errors import ConfigError, RepositoryError
 from cohabit.server.ipc.model import GENERATION, TOKENIZER
 from cohabit.server.repository.scan import scan
-from cohabit.server.repository.sources import ModelSource, Unloadable
+from cohabit.server.repository.sources import EnsembleSource, ModelSource, Unloadable
 
 RECORDED = (
     *("layout", "search", "device", "store", "model_control_mode", "compute_lanes"),
@@ -62,6 +62,7 @@ def export(config: ServeConfig, output: Path, on_progress: OnProgress) -> Bundle
             on_progress(model.source.name, "writing")
             _write(model, memory, config, output)
             entries.append(_entry(model))
+        _write_ensembles(config.repository, output)
         bundle = Bundle(
             memory_bytes,
             division.workspace_bytes,
@@ -115,8 +116,19 @@ def _sources(repository: Path) -> list[ModelSource]:
     for found in scan(repository):
         if isinstance(found, Unloadable):
             raise RepositoryError(f"{found.name}: {found.reason}; repair it, or take it out of {repository}")
-        sources.append(found)
+        if isinstance(found, ModelSource):
+            sources.append(found)
     return sources
+
+
+def _write_ensembles(repository: Path, output: Path) -> None:
+    """Copy the configurations and label files of ensembles, which need no preparing."""
+    for found in scan(repository):
+        if isinstance(found, EnsembleSource):
+            folder = output / MODELS / found.name
+            (folder / str(found.version)).mkdir(parents=True)
+            for name in ("config.pbtxt", *(o.label_filename for o in found.config.output if o.label_filename)):
+                _copy(repository / found.name / name, folder / name)
 
 
 def _prepared(source: ModelSource, config: ServeConfig, on_progress: OnProgress) -> Model:

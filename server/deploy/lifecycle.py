@@ -27,6 +27,7 @@ from cohabit.server.errors import (
     LoadFailed,
     Refused,
     RepositoryError,
+    RequestError,
     load_reason,
     shutting_down,
 )
@@ -34,7 +35,7 @@ from cohabit.server.ipc.catalog import ModelEntry
 from cohabit.server.ipc.model import DeviceUse, ModelKey
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import is_in_repository, versions_of
-from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
+from cohabit.server.repository.sources import EnsembleSource, ModelSource, ScannedVersion, Unloadable
 from cohabit.server.scheduling.sequences import SequenceRules
 from cohabit.server.triton.model_config import parse_config
 from cohabit.server.triton.warmup import warmup_request
@@ -158,7 +159,7 @@ class Lifecycle:
 
     def is_serving(self, model: str) -> bool:
         """Whether any version of a model is served."""
-        return any(key.name == model for key in self.serving)
+        return self._registry.is_ready(model)
 
     async def close(self) -> None:
         """Cancel pending operations, and end the worker processes. Models stay as they are."""
@@ -192,10 +193,16 @@ class Lifecycle:
         """Serve the versions of a model that its version policy asks for; returns once they are served.
 
         Unchanged served versions stay as they are; those outside the policy are unloaded last. `config` is a
-        ModelConfig in JSON that replaces the model's config.pbtxt. Raises Refused if the mode is not explicit or the
-        repository has nothing to load, and LoadFailed as `serve` does. Both have the reason.
+        ModelConfig in JSON that replaces the model's config.pbtxt. Steps of an ensemble that are not served are loaded
+        first. Raises Refused if the mode is not explicit or the repository has nothing to load, and LoadFailed as
+        `serve` does. Both have the reason.
         """
         self._require_explicit()
+        await self._load_with_steps(model, config, frozenset((model,)))
+        await self.forget_removed()
+
+    async def _load_with_steps(self, model: str, config: str | None, ensembles: frozenset[str]) -> None:
+        """Load a model, after its steps if it is an ensemble. `ensembles` are being loaded: they may have a cycle."""
         try:
             override = None if config is None else await asyncio.to_thread(parse_config, config)
             found = await asyncio.to_thread(versions_of, self._config.repository, model, override)
@@ -203,8 +210,14 @@ class Lifecycle:
             raise _not_in_repository(model, load_reason(model, error)) from error
         if not found:
             raise _not_in_repository(model, "it has no such folder")
+        for step in (step for entry in found if isinstance(entry, EnsembleSource) for step in entry.steps):
+            if step.model in ensembles or self._registry.is_ready(step.model):
+                continue
+            try:
+                await self._load_with_steps(step.model, None, ensembles | {step.model})
+            except RequestError as error:
+                raise LoadFailed(model, f"{step}: {error}") from error
         await self.serve(model, found)
-        await self.forget_removed()
 
     async def unload(self, model: str) -> None:
         """Refuse new requests for a model, answer pending ones, and release its memory.
@@ -260,11 +273,17 @@ class Lifecycle:
                 reason = await self._load(source, surplus)
                 if reason is not None:
                     failures.append(self._failed(source, reason))
+            for ensemble in (entry for entry in found if isinstance(entry, EnsembleSource)):
+                if (replaced := self.serving.get(ensemble.key)) is not None:  # its folder was a model's
+                    await self._retire(replaced)
+                if (reason := self._registry.serve_ensemble(ensemble)) is not None:
+                    failures.append(self._failed(ensemble, reason))
             if failures:
                 raise LoadFailed(model, "; ".join(failures))
             for old in surplus:
                 if self.serving.get(old.key) is old:
                     await self._retire(old)
+            self._registry.unload_ensembles(model, versions)
             self._registry.request_only(model, versions)
 
     def _keep_if_unchanged(self, source: ModelSource) -> bool:
@@ -310,7 +329,7 @@ class Lifecycle:
         """Log a failed load, and record it unless the version is still served. Returns the error for clients."""
         fields = {"model": version.name, "version": version.version, "reason": reason}
         _log.warning("model not loaded", extra={"fields": fields})
-        if (version.name, version.version) not in self.serving:
+        if not isinstance(version, EnsembleSource) and not self._registry.is_ready(version.name, version.version):
             self._registry.failed(version.name, version.version, reason)
         return f"version {version.version} is at UNAVAILABLE state: {reason}"
 

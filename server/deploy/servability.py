@@ -21,8 +21,10 @@ from cohabit.server.deploy.prepare import lowered_and_measured, open_backend
 from cohabit.server.engine.servable import describe
 from cohabit.server.errors import load_reason
 from cohabit.server.ipc.model import ModelInfo
-from cohabit.server.repository.scan import find
+from cohabit.server.repository.scan import find, versions_of
+from cohabit.server.repository.sources import EnsembleSource, Unloadable
 from cohabit.server.triton.config_fields import ignored_fields, refused_fields
+from cohabit.server.triton.ensembles import is_ensemble, mismatch
 from cohabit.server.triton.model_config import read_config
 from cohabit.server.triton.sequences import with_sequences
 
@@ -109,6 +111,9 @@ def report(
         if (path / "config.pbtxt").is_file():
             written = read_config(path / "config.pbtxt")
             refused, ignored = refused_fields(written), ignored_fields(written, config.device)
+            if is_ensemble(written):
+                info, reason = _checked_ensemble(path.resolve(), config, on_progress)
+                return ServabilityReport(name, reason is None, reason, refused, ignored, info)
         model = lowered_and_measured(find(path), config, lambda name, stage: on_progress(stage))
     except CohabitError as error:
         return ServabilityReport(name, False, load_reason(name, error), refused, ignored)
@@ -132,6 +137,30 @@ def report(
         lowered.encoding,
         {str(form): count for form, count in linear_forms(lowered).items()},
     )
+
+
+def _checked_ensemble(
+    folder: Path, config: ServeConfig, on_progress: Callable[[str], None]
+) -> tuple[ModelInfo, str | None]:
+    """Lower the models of an ensemble's steps, and return how it contradicts them, or None. Raises CohabitError."""
+    source = versions_of(folder.parent, folder.name)[-1]
+    assert isinstance(source, EnsembleSource)
+    infos = []
+    for step in source.steps:
+        numbers = None if step.version is None else (int(step.version),)
+        found = versions_of(folder.parent, step.model, exactly=numbers)
+        if not found:
+            return source.info, f"{step}: there is no such model"
+        if isinstance(found[-1], Unloadable):
+            return source.info, f"{step}: {found[-1].reason}"
+        if isinstance(found[-1], EnsembleSource):
+            infos.append(found[-1].info)
+            continue
+        model = lowered_and_measured(found[-1], config, lambda name, stage: on_progress(f"{name}: {stage}"))
+        infos.append(
+            with_sequences(describe(model.lowered, found[-1].version, model.largest_batch), model.sequences)
+        )
+    return source.info, mismatch(source.info, source.steps, infos)
 
 
 def _memory(model: Model, budgets: Sequence[MemorySize], config: ServeConfig) -> MemoryReport:

@@ -24,14 +24,14 @@ from cohabit.server.errors import (
     model_not_ready,
     shutting_down,
 )
-from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.frontend.engine_client import EngineClient, infer_or_succeed, successor_of
+from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import Tokenizers
-from cohabit.server.ipc.model import ModelInfo, ModelKey
+from cohabit.server.ipc.model import ENSEMBLE, ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request, SequenceId
-from cohabit.server.ipc.spans import OnSpans
-from cohabit.server.ipc.statistics import INVALID, REQUEST_SECONDS, Histogram
+from cohabit.server.ipc.statistics import INVALID, REQUEST_SECONDS, EngineReport, Histogram
 from cohabit.server.observe.machine import Machine
 from cohabit.server.observe.metrics import Latencies, metrics_page
 from cohabit.server.observe.settings import LogSettings, log_changes
@@ -81,6 +81,7 @@ class DataPlane:
         self.log_settings = LogSettings()
         self._config = config
         self._client = client
+        self._ensembles = Ensembles(client)
         self._machine = machine
         self._clock = clock
         self._latencies: dict[ModelKey, Histogram] = {}
@@ -164,7 +165,7 @@ class DataPlane:
         queue_limit = self._config.queue_limit
         most = 1 if info.key in self._full else queue_limit + max(info.max_batch_size, 1)
         if self._under_way.get(info.key, 0) >= most:
-            self._client.count_rejection(info.key, "queue_full")
+            self._count_rejection(info.key, "queue_full")
             full = self._full.get(info.key) or QueueFull.of_model(model, queue_limit, RETRY_S)
             error = QueueFull(str(full), full.retry_after_s)
             error.of_request(request_id)
@@ -183,14 +184,18 @@ class DataPlane:
     async def config(self, model: str, version: str | None) -> ModelConfig:
         info = self._client.catalog.require(model, version)
         entry = self._client.catalog.find(model, version)
-        report = (await self._client.report()).models.get(info.key)
+        report = (await self.report()).models.get(info.key)
         given = None if entry.config is None else ModelConfig.FromString(entry.config)
         return config_of(info, given, None if report is None else report.captures, self._config.device)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
         """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises Refused if none."""
         entries = self._client.catalog.ready(model, version)
-        return descriptions.statistics(entries, (await self._client.report()).models)
+        return descriptions.statistics(entries, (await self.report()).models)
+
+    async def report(self) -> EngineReport:
+        """Return the engine's counters, and those of ensembles, which the front end counts."""
+        return self._ensembles.added_to(await self._client.report())
 
     async def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format. Readers within a second get the same text after a delay.
@@ -201,7 +206,7 @@ class DataPlane:
         async with self._writing_metrics:
             is_new = self._clock() - self._metrics_s >= _METRICS_S
             if is_new:
-                report = await self._client.report()
+                report = await self.report()
                 self._metrics_s = self._clock()
                 self._metrics = await asyncio.to_thread(
                     metrics_page,
@@ -252,7 +257,7 @@ class DataPlane:
         try:
             yield
         except InvalidRequest:
-            self._client.count_rejection(model, INVALID)
+            self._count_rejection(model, INVALID)
             raise
 
     async def decode(self, slow: bool, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -273,7 +278,9 @@ class DataPlane:
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
             request = replace(request, inputs=inputs_in(lease, request.inputs), arrived_s=time.monotonic())
-            answer = await self._execute(request, info, lease, version, on_spans)
+            if info.platform == ENSEMBLE:
+                return await self._ensembles.infer(request, info, lease, on_spans)
+            answer = await infer_or_succeed(self._client, request, info, lease, version, on_spans)
             self.tracer.executed(answer.timing)
             return answer
         except RequestError as error:
@@ -292,28 +299,12 @@ class DataPlane:
             else:
                 self._full[model] = full
 
-    async def _execute(
-        self, request: Request, info: ModelInfo, lease: Lease, version: str | None, on_spans: OnSpans | None
-    ) -> Answer:
-        """Execute a request on its model, or on the model that has replaced it.
-
-        If the model was replaced after the request arrived, its successor executes the request, provided that it takes
-        the same tensors. The successor is the current load of `version`, or of the highest READY version if None.
-        """
-        try:
-            return await self._client.infer(request, info, lease, on_spans)
-        except ModelNotFound:
-            if (present := self.successor(info, version)) is None:
-                raise
-        return await self._client.infer(replace(request, model=present.key), present, lease, on_spans)
-
     def successor(self, info: ModelInfo, version: str | None = None) -> ModelInfo | None:
         """Return the current load of `version`, or of the highest READY version if None, in place of another version.
 
-        None if it takes other tensors. Raises as `describe` does.
+        None if it takes other tensors. Raises as `Catalog.require` does.
         """
-        present = self.describe(info.name, version)
-        return present if replace(present, version=info.version) == info else None
+        return successor_of(self._client.catalog, info, version)
 
     def archive_of(self, model: ModelKey) -> str | None:
         """Return the fingerprint of a version's archive; None if the version is not served."""
@@ -345,12 +336,17 @@ class DataPlane:
         await self._client.load(model, config)
 
     async def unload(self, model: str, parameters: ControlParameters) -> None:
-        """Unload a model. `unload_dependents` changes nothing: there are none. Raises InvalidRequest or Refused."""
+        """Unload a model; with `unload_dependents`, also the steps of an ensemble that no other ensemble has.
+
+        Raises InvalidRequest or Refused.
+        """
         dependents = parameters.get("unload_dependents", False)
         if not isinstance(dependents, bool):
             raise InvalidRequest(f"'unload_dependents' must be true or false, got {str(dependents)[:40]}")
         self._refuse_if_draining()
-        await self._client.unload(model)
+        steps = self._ensembles.own_steps(model) if dependents else []
+        for name in (model, *steps):
+            await self._client.unload(name)
 
     def change_log(self, changes: Mapping[str, object]) -> None:
         """Change the log settings of the front end and the engine. Raises InvalidRequest or Refused."""
@@ -395,6 +391,12 @@ class DataPlane:
     @property
     def _is_answering(self) -> bool:
         return self._texts > 0 or any(self._under_way.values())
+
+    def _count_rejection(self, model: ModelKey, reason: str) -> None:
+        if model in self._ensembles:
+            self._ensembles.count_rejection(model, reason)
+        else:
+            self._client.count_rejection(model, reason)
 
     def _refuse_if_draining(self) -> None:
         if self._draining:

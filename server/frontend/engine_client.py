@@ -2,6 +2,9 @@
 
 from typing import Protocol
 
+from msgspec.structs import replace
+
+from cohabit.server.errors import ModelNotFound
 from cohabit.server.frontend.memory import Lease
 from cohabit.server.ipc.catalog import Catalog
 from cohabit.server.ipc.model import ModelInfo, ModelKey
@@ -71,3 +74,33 @@ class EngineClient(Protocol):
     async def close(self) -> bool:
         """End the engine; False if it was abandoned or killed."""
         ...
+
+
+async def infer_or_succeed(
+    client: EngineClient,
+    request: Request,
+    info: ModelInfo,
+    lease: Lease,
+    version: str | None,
+    on_spans: OnSpans | None = None,
+) -> Answer:
+    """Execute a request on its model, or on the model that has replaced it.
+
+    If the model was replaced after the request arrived, its successor executes the request, provided that it takes the
+    same tensors. The successor is the current load of `version`, or of the highest READY version if None.
+    """
+    try:
+        return await client.infer(request, info, lease, on_spans)
+    except ModelNotFound:
+        if (present := successor_of(client.catalog, info, version)) is None:
+            raise
+    return await client.infer(replace(request, model=present.key), present, lease, on_spans)
+
+
+def successor_of(catalog: Catalog, info: ModelInfo, version: str | None) -> ModelInfo | None:
+    """Return the current load of `version`, or of the highest READY version if None, in place of another version.
+
+    None if it takes other tensors. Raises as `Catalog.require` does.
+    """
+    present = catalog.require(info.name, version)
+    return present if replace(present, version=info.version) == info else None

@@ -122,11 +122,14 @@ class Lease:
         self.memory = memory
         self._blocks: dict[int, int] = {}
         self._references = 1
+        self._kept: list[Lease] = []
+        """Leases that this one retains."""
         self._on_end: list[Callable[[bool], None]] = []
 
     @property
     def nbytes(self) -> int:
-        return sum(self._blocks.values())
+        """Bytes of its blocks, and of those that it keeps."""
+        return sum(self._blocks.values()) + sum(lease.nbytes for lease in self._kept)
 
     def __enter__(self) -> "Lease":
         return self
@@ -180,6 +183,16 @@ class Lease:
         """Add a reference, because the engine uses the blocks."""
         self._references += 1
 
+    def keep(self, other: "Lease") -> None:
+        """Retain another lease until this one ends, or calls `drop`: the engine may read both."""
+        other.retain()
+        self._kept.append(other)
+
+    def drop(self, other: "Lease") -> None:
+        """Release a lease that this one keeps."""
+        self._kept.remove(other)
+        other.release()
+
     def release(self) -> None:
         """Remove a reference; the last one frees the blocks."""
         self._references -= 1
@@ -187,9 +200,11 @@ class Lease:
             for offset, nbytes in self._blocks.items():
                 self.memory.release(offset, nbytes)
             self._blocks.clear()
+            while self._kept:
+                self.drop(self._kept[-1])
 
 
-def inputs_in(lease: Lease, inputs: Inputs) -> Inputs:
+def inputs_in(lease: Lease, inputs: Inputs) -> dict[str, Array]:
     """Return arrays in leased memory, copying those that are elsewhere. Raises Overloaded."""
     return {
         name: _copied(array, lease) if lease.memory.offset_of(array) is None else array

@@ -14,6 +14,9 @@ Inputs = Mapping[str, Array]
 """A request's tensors by name."""
 
 
+ENSEMBLE = "ensemble"
+"""Platform of an entry without a program, whose requests run other models."""
+
 TOKENIZER = "tokenizer.json"
 """File in a text model's folder: its tokenizer, in the format of Hugging Face's tokenizers library."""
 

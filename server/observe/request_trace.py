@@ -53,7 +53,9 @@ class RequestTrace:
     model: str = ""
     request_id: str | None = None
     timing: Timing | None = None
-    """Times of its execution; None for a refused request."""
+    """Times of its execution; None for a refused request, and for an ensemble's."""
+    steps: list[tuple[str, Timing]] = field(default_factory=list)
+    """Models that an ensemble's request has executed, with the times of each."""
     error: str | None = None
     fields: dict[str, str] = field(init=False)
     """The request's fields in log lines."""

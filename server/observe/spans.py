@@ -44,10 +44,10 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
     for name, start_s, end_s in stages_of(trace, ended_s):
         events += _pair(trace, name, start_s, end_s)
     events.append(end)
-    if (timing := trace.timing) is not None:
+    for model, timing in trace.steps if trace.timing is None else [(trace.model, trace.timing)]:
         numbers = {"rows": timing.rows, "stall_ms": timing.stall_s * 1e3, "swapped_bytes": timing.swapped_bytes}
         track, executed = track_of(COMPUTE, timing.lane), {**numbers, "trace_id": trace.context.trace_id}
-        events.append(_complete(track, trace.model, timing.started_s, timing.busy_s, executed))
+        events.append(_complete(track, model, timing.started_s, timing.busy_s, executed))
     return events
 
 
@@ -72,7 +72,9 @@ def label_of(trace: RequestTrace) -> dict[str, str | None]:
 
 
 def stages_of(trace: RequestTrace, ended_s: float) -> Iterator[tuple[str, float, float]]:
-    """Yield the name, start and end of each stage, in order."""
+    """Yield the name, start and end of each stage, in order; for an ensemble, of each step."""
+    for model, executed in trace.steps:
+        yield model, executed.queued_s, executed.started_s + executed.busy_s
     if (timing := trace.timing) is None:
         return
     computed_s = timing.started_s + max(timing.busy_s - timing.output_s, 0.0)

@@ -23,7 +23,8 @@ from cohabit.server.log import report_suppressed
 from cohabit.server.process.polling import Poller
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import scan, versions_of
-from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable, by_name
+from cohabit.server.repository.sources import EnsembleSource, ModelSource, ScannedVersion, Unloadable, by_name
+from cohabit.server.triton.ensembles import is_ensemble
 from cohabit.server.triton.model_config import ModelConfig
 
 _log = logging.getLogger("cohabit.engine")
@@ -197,16 +198,26 @@ class Engine:
             self._states.forget_idle()
 
     def _wanted(self, found: Mapping[str, list[ScannedVersion]]) -> dict[str, list[ScannedVersion]]:
-        """Return the models to load at the first start."""
+        """Return the models to load at the first start, with the steps of ensembles among them."""
         if self._config.model_control != "explicit" or "*" in self._config.load_models:
             return dict(found)
-        return {name: versions for name, versions in found.items() if name in self._config.load_models}
+        names: set[str] = set()
+        added = set(self._config.load_models)
+        while added:
+            names |= added
+            ensembles = (e for name in added for e in found.get(name, ()) if isinstance(e, EnsembleSource))
+            added = {step.model for ensemble in ensembles for step in ensemble.steps} - names
+        return {name: versions for name, versions in found.items() if name in names}
 
     def _served(self, before: Sequence[ModelEntry]) -> dict[str, list[ScannedVersion]]:
-        """Find the versions that were READY before, with the configurations that clients had sent."""
+        """Find the versions that were READY before, with the configurations that clients had sent.
+
+        An ensemble whose steps were not ready is served, too: it waits for them.
+        """
         groups: dict[tuple[str, bytes | None], list[int]] = {}
         for old in before:
-            if old.is_ready:
+            waits = old.wanted and old.config is not None and is_ensemble(ModelConfig.FromString(old.config))
+            if old.version is not None and (old.is_ready or waits):
                 groups.setdefault((old.name, old.config_override), []).append(old.key.version)
         found: list[ScannedVersion] = []
         for (name, config), numbers in groups.items():
@@ -229,6 +240,9 @@ class Engine:
         for entry in chosen:
             if isinstance(entry, Unloadable):
                 self.registry.failed(entry.name, entry.version, entry.reason)
+        for entry in chosen:  # after the models of their steps
+            if isinstance(entry, EnsembleSource):
+                self.registry.serve_ensemble(entry)
         return sources
 
     def _refuse_unknown(self, known: Collection[str]) -> None:

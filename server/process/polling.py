@@ -9,7 +9,7 @@ from cohabit.server.deploy.lifecycle import Lifecycle
 from cohabit.server.errors import LoadFailed, RepositoryError
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import scan
-from cohabit.server.repository.sources import ScannedVersion, Unloadable, by_name
+from cohabit.server.repository.sources import EnsembleSource, ScannedVersion, Unloadable, by_name
 
 _log = logging.getLogger("cohabit.poll")
 
@@ -48,8 +48,8 @@ class Poller:
         for name in seen.keys() - found.keys():
             await self._lifecycle.serve(name, ())
             del self._seen[name]
-        for name, versions in found.items():
-            if seen.get(name) != versions:
+        for name, versions in sorted(found.items(), key=lambda item: isinstance(item[1][0], EnsembleSource)):
+            if seen.get(name) != versions:  # ensembles last, because they need their steps
                 await self._serve(name, versions)
                 self._seen[name] = versions
         if seen != found:

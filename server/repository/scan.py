@@ -12,9 +12,10 @@ from pathlib import Path
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, ArchiveFile
 from cohabit.server.errors import RepositoryError, did_you_mean
 from cohabit.server.file_state import FileState
-from cohabit.server.repository.sources import ModelSource, ScannedVersion, Unloadable
+from cohabit.server.repository.sources import EnsembleSource, ModelSource, ScannedVersion, Unloadable
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.triton.config_fields import defaults_of, ignored_fields, pooling_of, refuse_fields
+from cohabit.server.triton.ensembles import description_of, is_ensemble, steps_of
 from cohabit.server.triton.model_config import ModelConfig, read_config
 from cohabit.server.triton.policies import policy_of
 
@@ -103,6 +104,9 @@ def find(path: Path) -> ModelSource:
         latest = _versions(folder, folder.parent)[-1]
         if isinstance(latest, Unloadable):
             raise RepositoryError(f"version {latest.version}: {latest.reason}")
+        if isinstance(latest, EnsembleSource):
+            steps = ", ".join(f"'{step.model}'" for step in latest.steps)
+            raise RepositoryError(f"it is an ensemble, which has no program; give one of its models: {steps}")
         return latest
     except RepositoryError as error:
         models = sorted(child.name for child in folder.iterdir() if any(child.glob(f"*/{_PROGRAM}")))
@@ -168,12 +172,17 @@ def _versions(
         raise RepositoryError(f"config.pbtxt names the model '{config.name}', its folder '{folder.name}'")
     if config is not None:
         refuse_fields(config)
-        defaults_of(config)
-        pooling_of(config)
     wanted = _wanted(versions, config) if exactly is None else sorted(exactly)
-    policy = policy_of(config) if config is not None else Policy()
     sent = None if override is None else bytes(override.SerializeToString())
     labels = {} if config is None else _labels(folder, root, config)
+    if config is not None and is_ensemble(config):
+        steps = steps_of(folder.name, config)
+        infos = [description_of(folder.name, version, config, labels) for version in wanted]
+        return [EnsembleSource(info, steps, config, sent) for info in infos]
+    if config is not None:
+        defaults_of(config)
+        pooling_of(config)
+    policy = policy_of(config) if config is not None else Policy()
     warmup = {} if config is None else _warmup_files(folder, root, config)
     states = {} if config is None else _state_files(folder, root, config)
     found: list[ScannedVersion] = []
@@ -251,7 +260,8 @@ def _named_file(folder: Path, name: str, root: Path, missing: str) -> Path:
 def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int]:
     """Return the versions that the version policy chooses. Raises RepositoryError if there are none."""
     if not versions:
-        raise RepositoryError("it has no version folder; put the program at NAME/1/" + _PROGRAM)
+        way_out = "add an empty one, NAME/1" if is_ensemble(config) else f"put the program at NAME/1/{_PROGRAM}"
+        raise RepositoryError(f"it has no version folder; {way_out}")
     policy = (config or ModelConfig()).version_policy
     choice = policy.WhichOneof("policy_choice")
     if choice in (None, "latest"):

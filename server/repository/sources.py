@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cohabit.server.file_state import FileState
-from cohabit.server.ipc.model import ModelKey
+from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.scheduling.policy import Policy
+from cohabit.server.triton.ensembles import EnsembleStep
 from cohabit.server.triton.model_config import ModelConfig
 
 
@@ -46,6 +47,30 @@ class ModelSource:
 
 
 @dataclass(frozen=True, slots=True)
+class EnsembleSource:
+    """A version of an ensemble to serve, whose steps agree with one another, but perhaps not with their models."""
+
+    info: ModelInfo
+    steps: tuple[EnsembleStep, ...]
+    """In an order in which they can be executed."""
+    config: ModelConfig
+    config_override: bytes | None = None
+    """As in `ModelSource`."""
+
+    @property
+    def key(self) -> ModelKey:
+        return self.info.key
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    @property
+    def version(self) -> int:
+        return self.info.version
+
+
+@dataclass(frozen=True, slots=True)
 class Unloadable:
     """A version that cannot be loaded, and the reason. A `version` of None is an invalid model folder."""
 
@@ -54,7 +79,7 @@ class Unloadable:
     version: int | None = None
 
 
-ScannedVersion = ModelSource | Unloadable
+ScannedVersion = ModelSource | EnsembleSource | Unloadable
 
 
 def by_name(found: Iterable[ScannedVersion]) -> dict[str, list[ScannedVersion]]:

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from cohabit.server.errors import RepositoryError
-from cohabit.server.ipc.model import POOLINGS
+from cohabit.server.ipc.model import ENSEMBLE, POOLINGS
 from cohabit.server.triton.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
 
 _T = TypeVar("_T")
@@ -89,8 +89,8 @@ _FIELDS = (
     _honoured("name", "must be the folder's name"),
     _refused(
         "platform",
-        "models are PyTorch programs (.pt2): leave it out, or say pytorch_pt2 or pytorch_libtorch",
-        lambda value, device: value not in ("pytorch_pt2", "pytorch_libtorch"),
+        "models are PyTorch programs (.pt2): leave it out, or say pytorch_pt2, pytorch_libtorch or ensemble",
+        lambda value, device: value not in ("pytorch_pt2", "pytorch_libtorch", ENSEMBLE),
     ),
     _refused(
         "backend",
@@ -173,7 +173,12 @@ _FIELDS = (
     _honoured("sequence_batching.oldest.max_queue_delay_microseconds", "never at the cost of a deadline"),
     _honoured("sequence_batching.oldest.preserve_ordering", "requests are executed in the order of their arrival"),
     _refused("sequence_batching.iterative_sequence", "a request is executed once"),
-    _refused("ensemble_scheduling", "call the models one after the other, or export them as one program"),
+    _honoured("ensemble_scheduling.step.model_name", "a model of the repository, or another ensemble"),
+    _honoured("ensemble_scheduling.step.model_version", "-1 or nothing is the highest that is ready"),
+    _honoured("ensemble_scheduling.step.input_map", "all inputs of the model, except for optional ones"),
+    _honoured("ensemble_scheduling.step.output_map", "outputs that no step reads are not written"),
+    _refused("ensemble_scheduling.step.model_namespace", "there is one repository, and it has one namespace"),
+    _warned("ensemble_scheduling.max_inflight_requests", "a step is executed once per request"),
     _honoured("instance_group.name", "returned in the configuration"),
     _warned("instance_group.kind", "every model runs on the device of --device", _other_device),
     _warned(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import RepositoryError
-from cohabit.server.ipc.model import GraphCapture, ModelInfo, TensorSpec
+from cohabit.server.ipc.model import ENSEMBLE, GraphCapture, ModelInfo, TensorSpec
 from cohabit.server.protocol.datatypes import config_type
 from cohabit.server.protocol.tensors import filled
 from cohabit.server.triton.config_fields import LENGTHS, defaults_of
@@ -64,16 +64,18 @@ def config_of(
         config.CopyFrom(given)
     config.name = info.name
     config.platform = config.platform or info.platform
-    config.backend = config.backend or "pytorch"
     config.max_batch_size = info.max_batch_size
+    if not config.HasField("version_policy"):
+        config.version_policy.latest.num_versions = 1
+    if info.platform == ENSEMBLE:
+        return config
+    config.backend = config.backend or "pytorch"
     for memory in ("input_pinned_memory", "output_pinned_memory"):
         if not config.optimization.HasField(memory):
             getattr(config.optimization, memory).enable = True
     if not config.instance_group:
         kind = ModelInstanceGroup.KIND_GPU if device.startswith("cuda") else ModelInstanceGroup.KIND_CPU
         config.instance_group.add(name=f"{info.name}_0", kind=kind, count=1)
-    if not config.HasField("version_policy"):
-        config.version_policy.latest.num_versions = 1
     if not config.input:
         config.input.extend(ModelInput(**_fields(tensor)) for tensor in info.inputs)
     if not config.output:

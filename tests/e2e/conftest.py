@@ -15,6 +15,7 @@ from cohabit.planner.profile import Link
 from tests.support.e2e.archives import Archives
 from tests.support.e2e.serving import serving
 from tests.support.e2e.stacks import Stacks
+from tests.support.measuring import short_measurements
 from tests.support.runtime.models import locked
 
 
@@ -31,19 +32,29 @@ def stacks(run_folder: Path) -> Stacks:
 
 
 @pytest.fixture(scope="session")
-def plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of the servers that serve stacks."""
-    return tmp_path_factory.mktemp("cache")
+def prepared(stacks: Stacks, run_folder: Path) -> Path:
+    """A cache with stacks lowered and measured. Not to be written to: all workers of the run share it.
 
-
-@pytest.fixture(scope="session")
-def fixed_plans(stacks: Stacks, run_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of servers whose plans are always the same: computing a layer takes as long as copying half a MiB."""
+    Plans are always the same: computing a layer takes as long as copying half a MiB.
+    """
     made = run_folder / "fixed" / "cache"
     with locked(made.with_suffix(".lock")):
         if not made.exists():
-            _with_fixed_profiles(stacks, made.parent / "models", made.with_suffix(".new")).rename(made)
-    return shutil.copytree(made, tmp_path_factory.mktemp("fixed") / "cache")
+            with short_measurements():  # the fixture of each module comes after those of the session
+                _with_fixed_profiles(stacks, made.parent / "models", made.with_suffix(".new")).rename(made)
+    return made
+
+
+@pytest.fixture(scope="session")
+def plans(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of the servers that serve stacks."""
+    return shutil.copytree(prepared, tmp_path_factory.mktemp("fixed") / "cache")
+
+
+@pytest.fixture
+def own_cache(prepared: Path, tmp_path: Path) -> Path:
+    """A cache that no other test uses, with stacks lowered and measured, and without plans."""
+    return shutil.copytree(prepared, tmp_path / "cache")
 
 
 def _with_fixed_profiles(stacks: Stacks, repository: Path, cache: Path) -> Path:

@@ -25,8 +25,27 @@ from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.errors import ConfigError, StartFailed
 from tests.support.e2e.machine import as_root, memory_cgroup
-from tests.support.e2e.serving import QUICK_SEARCH, ROOT, Running, process, refused_start, repository_index, serving
+from tests.support.e2e.serving import (
+    QUICK_SEARCH,
+<<<<<<< HEAD
+    ROOT,
+    Running,
+    infer,
+=======
+    KeptProcesses,
+    Running,
+>>>>>>> house1
+    process,
+    refused_start,
+    repository_index,
+    serving,
+)
+<<<<<<< HEAD
+from tests.support.e2e.stacks import WEIGHTS_MIB, Stacks, X, answer, is_answer_of
+from tests.support.server.ensembles import config_text, put, step, tensor
+=======
 from tests.support.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
+>>>>>>> house1
 
 MODELS, BATCHES = "abc", "1,2"
 SEARCH = ("--search", QUICK_SEARCH)
@@ -58,6 +77,9 @@ def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path
     (root / "a" / "config.pbtxt").write_text(config)
     (root / "a" / "labels").write_text("first\nsecond")
     (root / "b" / "tokenizer.json").write_text("a tokenizer")
+    tensors = tensor("input", "X", dims="512") + tensor("output", "Y", dims="512")
+    head = "platform: 'ensemble' max_batch_size: 2\n"
+    put(root, "ensemble", config_text(tensors, step("a", {"x": "X"}, {"out": "Y"}), head=head))
     return root
 
 
@@ -75,17 +97,22 @@ def bundle(exported: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(exported, tmp_path / "bundle"))
 
 
-def test_a_bundle_gives_the_bits_of_resident_models(repository: Path, plans: Path, bundle: Path) -> None:
+def test_a_bundle_gives_the_bits_of_resident_models(
+    repository: Path, plans: Path, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KeptProcesses, "kept", [])
+    before = multiprocessing.active_children()
     changes = {"layout": "resident", "batch_sizes": (1, 2), "store": "file"}
     with serving(repository, "400%", plans, **changes) as resident:
         wanted = {name: answer(resident, name) for name in MODELS}
     with serving_bundle(bundle) as server:
         assert not server.replanner.is_busy
-        assert not multiprocessing.active_children(), "nothing is searched for"
+        assert set(multiprocessing.active_children()) <= set(before), "nothing is searched for"
         residents = sum(placed.footprint.resident_bytes for placed in server.placement.models.values())
         assert residents < len(MODELS) * WEIGHTS_MIB << 20
         for name in (*MODELS, *MODELS):
             np.testing.assert_array_equal(answer(server, name), wanted[name])
+        np.testing.assert_array_equal(infer(server.address, "ensemble", {"X": X})["Y"], wanted["a"])
         assert server.placement.models["a", 1].servable.info.outputs[0].labels == ("first", "second")
 
 
@@ -121,8 +148,7 @@ if __name__ == "__main__":
     path = bundle.parent / "start.py"
     path.write_text(script)
     before = {p: p.stat().st_mtime_ns for p in bundle.rglob("*")}
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "partition" in done.stdout
     assert {p: p.stat().st_mtime_ns for p in bundle.rglob("*")} == before, (

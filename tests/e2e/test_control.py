@@ -120,9 +120,9 @@ def test_a_model_to_load_that_is_not_there_stops_the_start_and_the_one_like_it_i
 
 @pytest.mark.parametrize("store", ["ram", "file"])
 def test_the_cache_is_emptied_under_a_server_that_answers_and_loads_on(
-    store: str, stacks: Stacks, tmp_path: Path
+    store: str, stacks: Stacks, own_cache: Path, tmp_path: Path
 ) -> None:
-    repository, cache = tmp_path / "models", tmp_path / "cache"
+    repository, cache = tmp_path / "models", own_cache
     stacks.put(repository, "a", 0)
     stacks.put(repository, "b", 1)
     with controlled(repository, "20MiB", cache, load_models=("*",), store=store) as (server, client):
@@ -179,7 +179,7 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
 
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_moves_under_requests_lose_none_and_change_no_bit(
-    stacks: Stacks, fixed_plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    stacks: Stacks, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Memory is divided again again and again, so that each of three models has the most of it in turn."""
     names = "abc"
@@ -189,7 +189,7 @@ def test_moves_under_requests_lose_none_and_change_no_bit(
     monkeypatch.setattr(
         elastic_module, "LEAST_GAIN", 1e-6
     )  # where copying takes as long as computing, less is gained
-    with serving(tmp_path, "5MiB", fixed_plans, layout="elastic", batch_sizes=(1, 2), search="best") as server:
+    with serving(tmp_path, "5MiB", plans, layout="elastic", batch_sizes=(1, 2), search="best") as server:
         server.until_planned()
         placement, before = server.placement, {name: answer(server, name).tobytes() for name in names}
         elastic = server.engine.lifecycle._elastic
@@ -239,11 +239,11 @@ def test_moves_under_requests_lose_none_and_change_no_bit(
 
 
 def test_a_model_that_comes_back_runs_the_plans_that_were_found_for_it(
-    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stacks: Stacks, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, name in enumerate("ab"):
         stacks.put(tmp_path / "repository", name, number)
-    with controlled(tmp_path / "repository", "6MiB", tmp_path / "cache", load_models=("a",)) as (server, client):
+    with controlled(tmp_path / "repository", "6MiB", own_cache, load_models=("a",)) as (server, client):
         planner = server.placement.planner
         best_plans, found = planner.best_plans, list[Plans]()
 

@@ -150,7 +150,7 @@ def stages(server: Running, error: Exception) -> Iterator[tuple[str, Failing, An
 )
 def test_a_stage_that_fails_takes_nothing_from_what_is_served(
     stacks: Stacks,
-    fixed_plans: Path,
+    plans: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     memory: str,
@@ -161,7 +161,7 @@ def test_a_stage_that_fails_takes_nothing_from_what_is_served(
 ) -> None:
     for seed, name in enumerate("abc"):
         stacks.put(tmp_path, name, seed)
-    with controlled(tmp_path, memory, fixed_plans, load_models=tuple(served)) as (server, _):
+    with controlled(tmp_path, memory, plans, load_models=tuple(served)) as (server, _):
         server.until_planned()
         monkeypatch.setattr(server.replanner, "begin", lambda *_, **__: None)
         if loaded == "a":
@@ -245,12 +245,16 @@ def test_a_file_that_cannot_be_served_takes_nothing_from_what_is(
 
 
 def test_a_search_whose_process_cannot_start_is_made_again(
-    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stacks: Stacks,
+    own_cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(background, "FIRST_PAUSE_S", 0.0)
     for seed, name in enumerate("ab"):
         stacks.put(tmp_path / "models", name, seed)
-    with controlled(tmp_path / "models", "6MiB", tmp_path / "cache") as (server, _):
+    with controlled(tmp_path / "models", "6MiB", own_cache) as (server, _):
         planner = server.placement.planner
         best, tries = planner.best_plans, list[str]()
 

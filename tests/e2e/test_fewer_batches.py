@@ -52,6 +52,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory, stacks: Stacks) -> Path
     return folder
 
 
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all servers here: the first of them lowers and measures the models."""
+    return tmp_path_factory.mktemp("cache")
+
+
 MEMORY = "6MiB"
 """Less than the activations of a batch of eight."""
 
@@ -71,11 +77,11 @@ def most_planned(server: Running, name: str) -> int:
 
 
 def test_a_batch_that_is_left_out_runs_as_smaller_ones_and_clients_see_no_difference(
-    repository: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    repository: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         caplog.at_level(logging.INFO, "cohabit.placement"),
-        serving(repository, MEMORY, tmp_path) as server,
+        serving(repository, MEMORY, cache) as server,
     ):
         assert most_planned(server, HUNGRY) < 8
         assert most_planned(server, "a") == 8
@@ -92,21 +98,21 @@ def test_a_batch_that_is_left_out_runs_as_smaller_ones_and_clients_see_no_differ
 
 
 def test_batch_sizes_of_the_flag_are_all_planned_or_the_least_memory_for_them_is_named(
-    repository: Path, tmp_path: Path
+    repository: Path, cache: Path
 ) -> None:
     """The largest default ones are left out in the same memory."""
     with (
         pytest.raises(InfeasibleBudget, match=rf"{HUNGRY}: .* at batch 8.*lower the batch") as refused,
-        serving(repository, MEMORY, tmp_path, batch_sizes=BATCHES),
+        serving(repository, MEMORY, cache, batch_sizes=BATCHES),
     ):
         pass
     least = f"{refused.value.least_bytes}B"
-    with serving(repository, least, tmp_path, batch_sizes=BATCHES) as server:
+    with serving(repository, least, cache, batch_sizes=BATCHES) as server:
         assert {most_planned(server, name) for name in (HUNGRY, *STACKS)} == {8}
 
 
 def test_batch_sizes_are_those_of_the_flag_although_the_configuration_allows_more(
-    repository: Path, tmp_path: Path
+    repository: Path, cache: Path, tmp_path: Path
 ) -> None:
     """As for every imported model, whose config.pbtxt has its largest batch."""
     folder = tmp_path / "models"
@@ -115,7 +121,7 @@ def test_batch_sizes_are_those_of_the_flag_although_the_configuration_allows_mor
         "max_batch_size: 8\ndynamic_batching { preferred_batch_size: [4] }\n"
     )
     memory = f"{3 * ROW_BYTES}B"  # far less than the activations of a batch of four
-    with serving(folder, memory, tmp_path / "cache", batch_sizes=(1,)) as server:
+    with serving(folder, memory, cache, batch_sizes=(1,)) as server:
         assert [bucket.batch for bucket in server.placement.models[HUNGRY, 1].plans] == [1]
         _, config = ask(server.address, "GET", f"/v2/models/{HUNGRY}/config")
         assert config["max_batch_size"] == 8
@@ -130,8 +136,8 @@ def most_planned_of(said: dict[str, Any]) -> int:
     return int(most)
 
 
-def test_all_batches_are_planned_where_memory_is_enough(repository: Path, tmp_path: Path) -> None:
-    with serving(repository, "64MiB", tmp_path) as server:
+def test_all_batches_are_planned_where_memory_is_enough(repository: Path, cache: Path) -> None:
+    with serving(repository, "64MiB", cache) as server:
         assert most_planned(server, HUNGRY) == 8
 
 
@@ -152,17 +158,21 @@ def divisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 
 
 def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
-    repository: Path, tmp_path: Path, divisions: list[tuple[bool, bool]], monkeypatch: pytest.MonkeyPatch
+    repository: Path,
+    cache: Path,
+    tmp_path: Path,
+    divisions: list[tuple[bool, bool]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Everything is measured already. What is divided later is moved to, here whatever it gains."""
     monkeypatch.setattr(replan, "LEAST_GAIN", -10.0)
     folder = tmp_path / "models"
     shutil.copytree(repository, folder)
     shutil.rmtree(folder / "a")
-    with serving(folder, "40MiB", tmp_path / "cache", engine="process") as server:
-        server.until_planned()
+    with serving(folder, "40MiB", cache):
+        pass
     divisions.clear()
-    with serving(folder, MEMORY, tmp_path / "cache", engine="process") as server:
+    with serving(folder, MEMORY, cache, engine="process") as server:
         assert divisions[0] == (True, False)
         first = {name: infer(server.address, name, given) for name, given in REQUESTS.items()}
         server.until_planned()
@@ -172,7 +182,7 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
         for output, array in outputs.items():
             np.testing.assert_allclose(then[name][output], array, rtol=1e-5, atol=1e-6)
     divisions.clear()
-    with serving(folder, MEMORY, tmp_path / "cache", engine="process") as server:
+    with serving(folder, MEMORY, cache, engine="process") as server:
         assert not server.placement.decider.is_divided_roughly
         assert not server.replanner.is_busy, "the start before has planned this one"
 

@@ -71,11 +71,11 @@ def side_by_side(server: Running, monkeypatch: pytest.MonkeyPatch) -> Callable[[
 
 
 def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answers(
-    repository: Path, fixed_plans: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    repository: Path, plans: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     trace = tmp_path / "spans.json"
     tracing = {"trace": {"file": str(trace), "rate": "1"}}
-    with serving(repository, "9MiB", fixed_plans, batch_sizes=(1, 2), compute_lanes=LANES, **tracing) as server:
+    with serving(repository, "9MiB", plans, batch_sizes=(1, 2), compute_lanes=LANES, **tracing) as server:
         assert set(lanes_of(server).values()) == {0, 1}
         assert_copies_stay_in_their_own_bytes(server)
         memory = server.placement.memory
@@ -100,11 +100,11 @@ def test_models_of_two_lanes_swap_and_compute_side_by_side_with_the_models_answe
 
 
 def test_models_come_change_and_go_on_both_lanes_and_the_workspaces_grow_while_they_are_asked(
-    repository: Path, fixed_plans: Path
+    repository: Path, plans: Path
 ) -> None:
     """The workspaces that suit one model are smaller than those that suit four, so everybody moves."""
     changes = {"compute_lanes": LANES, "load_models": ("a",)}
-    with controlled(repository, "8MiB", fixed_plans, **changes) as (server, client):
+    with controlled(repository, "8MiB", plans, **changes) as (server, client):
         partitions = server.placement.memory.partitions
         workspace, partition = partitions.workspace_bytes, held(server)["a"]
         with under_load(server, {"a": 0}) as wrong:
@@ -130,13 +130,13 @@ def test_models_come_change_and_go_on_both_lanes_and_the_workspaces_grow_while_t
 
 
 def test_a_resident_model_that_needs_larger_workspaces_than_there_are_is_refused_with_the_way_out(
-    stacks: Stacks, fixed_plans: Path, tmp_path: Path
+    stacks: Stacks, plans: Path, tmp_path: Path
 ) -> None:
     stacks.put(tmp_path, "small", 0)
     stacks.put(tmp_path, "large", 1)
     (tmp_path / "small" / "config.pbtxt").write_text("max_batch_size: 1")
     changes = {"compute_lanes": LANES, "load_models": ("small",), "layout": "resident", "batch_sizes": None}
-    with controlled(tmp_path, "20MiB", fixed_plans, **changes) as (server, client):
+    with controlled(tmp_path, "20MiB", plans, **changes) as (server, client):
         with pytest.raises(InferenceServerException, match=r"each of the 2 lanes has .* load this model when the"):
             client.load_model("large")
         assert is_answer_of(0, answer(server, "small"))

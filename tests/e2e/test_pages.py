@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -181,18 +182,17 @@ async def test_load_tests_are_drawn_at_the_rate_that_is_chosen(page: Page, tmp_p
         assert "compared with one, 20/s" not in await page.text()
 
 
-@pytest.mark.parametrize("count", [4, 6, 7, 9, 10])
-async def test_no_figure_stands_alone_in_its_row(page: Page, tmp_path: Path, count: int) -> None:
-    figures = [Figure(f"figure {n}", quantity(n, "count"), ("note",), "help") for n in range(count)]
-    path = tmp_path / "figures.html"
-    path.write_text(report_page(ReportDocument("Figures", (), [], figures)))
-    for width in (1280, 1000, 800):
+async def test_no_figure_stands_alone_in_its_row(page: Page, tmp_path: Path) -> None:
+    for count, width in product((4, 6, 7, 9, 10), (1280, 1000, 800)):
+        figures = [Figure(f"figure {n}", quantity(n, "count"), ("note",), "help") for n in range(count)]
+        path = tmp_path / f"{count}.html"
+        path.write_text(report_page(ReportDocument("Figures", (), [], figures)))
         await page.looks(width)
         await page.open(path.as_uri())
         tops = "[...document.querySelectorAll('.figures > div')].map((tile) => tile.offsetTop)"
         await page.until(f"{tops}.length === {count}")
         rows = Counter(await page.value(tops)).values()
-        assert min(rows) > 1, f"{width} pixels: {list(rows)}"
+        assert min(rows) > 1, f"{count} figures, {width} pixels: {list(rows)}"
 
 
 async def test_a_fit_is_drawn_with_its_slo(page: Page, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from cohabit.server.frontend.memory import RequestMemory
 from cohabit.server.scale.engine import EngineAddress, ServedEngine, engine_session
 from cohabit.server.scale.routing import ForwardedRequest
 from cohabit.server.scale.settings import plan_engines
-from tests.support.e2e.serving import ROOT, Arrays, _tensor, ask, eventually, infer, process, repository_index
+from tests.support.e2e.serving import Arrays, _tensor, ask, eventually, infer, process, repository_index
 from tests.support.e2e.stacks import WIDTH, Stacks
 
 MODELS = {"a": 0, "b": 1, "c": 2, "d": 3}
@@ -118,7 +118,7 @@ def scaled(models: Models) -> Iterator[Scaled]:
 @contextmanager
 def started(command: Sequence[str], mark: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Start a command that serves; the rest of the line with the mark, and its process."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), **RAY}
+    environment = os.environ | RAY
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -143,9 +143,11 @@ def started(command: Sequence[str], mark: str) -> Iterator[tuple[str, subprocess
                 os.killpg(popen.pid, signal.SIGKILL)
 
 
-async def test_an_engine_answers_what_is_forwarded_as_its_server_would(tmp_path: Path) -> None:
-    Stacks(tmp_path).put(tmp_path / "models", "a", 0)
-    values = {"repository": str(tmp_path / "models"), "memory": MEMORY, "cache": str(tmp_path / "cache")}
+async def test_an_engine_answers_what_is_forwarded_as_its_server_would(
+    stacks: Stacks, plans: Path, tmp_path: Path
+) -> None:
+    stacks.put(tmp_path / "models", "a", 0)
+    values = {"repository": str(tmp_path / "models"), "memory": MEMORY, "cache": str(plans)}
     plan = plan_engines({**values, "batch_sizes": "1"})
     served, memory = ServedEngine(plan.config, "127.0.0.1"), RequestMemory(1 << 20)
     async with engine_session() as session:
@@ -289,8 +291,7 @@ def test_engines_that_cannot_load_their_models_end_the_start_with_the_reason(tmp
     Stacks(tmp_path).put(tmp_path / "models", "a", 0)
     command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(tmp_path / "models"), "--memory", "64KiB"]
     command += ["--replicas", "1", "--cache", str(tmp_path / "cache"), "--http-port", str(free_port())]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=START_S, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     assert ended.returncode == 1
     assert "Engine: " in ended.stderr
     assert "the budget is 64.0 KiB" in ended.stderr

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.e2e.serving import infer, process
+from tests.support.e2e.serving import Process, Running, infer, process, serving
 from tests.support.runtime import models
 
+BORN, STORED = "born_in_16_bits", "stored_in_8_bits"
 X = np.random.default_rng(0).standard_normal((1, 384)).astype(np.float32)
 
 
@@ -19,32 +20,28 @@ def born_in_16_bits() -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("weights")
-    models.export(born_in_16_bits(), {"x": torch.zeros(3, 384)}, folder / "models" / "wide" / "1" / "model.pt2")
-    return folder / "models"
+    root = tmp_path_factory.mktemp("weights") / "models"
+    for name, model in ((BORN, born_in_16_bits()), (STORED, models.Wide())):
+        models.export(model, {"x": torch.zeros(3, 384)}, root / name / "1" / "model.pt2")
+    (root / STORED / "config.pbtxt").write_text("parameters { key: 'weights' value { string_value: 'int8' } }")
+    return root
 
 
-def answers(repository: Path, cache: Path, memory: str, *flags: str, killed: bool = False) -> list[bytes]:
-    """What one request is answered, again after the engine's process was killed."""
-    with process(repository, memory, cache, "--batch-sizes", "1", *flags) as server:
-        server.until_ready()
-        found = [infer(server.address, "wide", {"x": X})["output"].tobytes()]
-        if killed:
-            server.engine().kill()
-            found.append(infer(server.address, "wide", {"x": X})["output"].tobytes())
-        assert "weights take fewer bytes" in server.log_text()
-    return found
+def answers(server: Running | Process) -> dict[str, bytes]:
+    return {name: infer(server.address, name, {"x": X})["output"].tobytes() for name in (BORN, STORED)}
 
 
-def test_a_model_born_in_16_bits_keeps_its_answers_bits(repository: Path, tmp_path: Path) -> None:
-    (resident,) = answers(repository, tmp_path, "100%")
-    found = answers(repository, tmp_path, "40%", "--store", "file", killed=True)
-    assert found == [resident, resident]
+def test_weights_in_fewer_bytes_have_the_same_answers_at_every_budget(repository: Path, tmp_path: Path) -> None:
+    with serving(repository, "100%", tmp_path, batch_sizes=(1,)) as server:
+        resident = answers(server)
     with torch.no_grad():
         expected = born_in_16_bits()(torch.from_numpy(X)).numpy()
-    np.testing.assert_allclose(np.frombuffer(resident, np.float32), expected[0], atol=1e-5)
-
-
-def test_eight_bits_have_the_same_answer_at_every_budget(repository: Path, tmp_path: Path) -> None:
-    (resident,) = answers(repository, tmp_path, "100%", "--weights", "int8")
-    assert answers(repository, tmp_path, "40%", "--weights", "int8", killed=True) == [resident, resident]
+    np.testing.assert_allclose(np.frombuffer(resident[BORN], np.float32), expected[0], atol=1e-5)
+    with serving(repository, "40%", tmp_path, batch_sizes=(1,)) as server:
+        assert answers(server) == resident
+    with process(repository, "40%", tmp_path, "--batch-sizes", "1", "--store", "file") as killed:
+        killed.until_ready()
+        assert answers(killed) == resident
+        killed.engine().kill()
+        assert answers(killed) == resident
+        assert killed.log_text().count("weights take fewer bytes") >= 2

@@ -27,7 +27,7 @@ from cohabit.server.repository.scan import find
 from cohabit.server.repository.sources import ModelSource
 from tests.hostile.test_archives import with_equal_checksums
 from tests.runtime.test_archive import read
-from tests.support.e2e.calls import fail_unexpectedly, is_imported
+from tests.support.e2e.calls import fail_unexpectedly, is_imported, open_device
 from tests.support.e2e.serving import eventually
 from tests.support.runtime import models
 
@@ -92,12 +92,6 @@ def test_processes_are_started_before_they_are_needed_and_end_when_they_are_not(
     workers.close()
 
 
-def open_device() -> int:
-    """Let this process seem to have a CUDA context."""
-    torch.cuda.is_initialized = lambda: True  # type: ignore[assignment]
-    return os.getpid()
-
-
 def test_a_process_that_has_opened_a_cuda_device_ends_with_its_call_and_a_new_one_takes_its_place() -> None:
     """A context takes half a GB of the device, for as long as its process lives."""
     with closing(WorkerProcesses()) as workers:
@@ -106,7 +100,7 @@ def test_a_process_that_has_opened_a_cuda_device_ends_with_its_call_and_a_new_on
             os.kill(first, 0)
         (idle,) = workers._idle
         assert not idle.holds_device
-        assert workers.call(is_imported, __name__), "ready for the same functions"
+        assert workers.call(is_imported, open_device.__module__), "ready for the same functions"
         assert workers.call(os.getpid) == idle._process.pid
 
 

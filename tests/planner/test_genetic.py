@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from cohabit.planner.check import check
 from cohabit.planner.genetic.chromosome import ServedChromosome, decisions_of, order_of, renumbered
-from cohabit.planner.genetic.crossover import crossed
 from cohabit.planner.genetic.searcher import GENERATIONS, LEAST_GAIN, POPULATION, Genetic
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
@@ -22,8 +21,7 @@ from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import plan_model
 from cohabit.planner.sizing.problem import ModelDemand
-from cohabit.planner.streaming.op_orders import OpOrders
-from cohabit.planner.streaming.stream import STREAMED, Decisions
+from cohabit.planner.streaming.stream import Decisions
 from tests.support.planner.graphs import PAGE, chain, profile_of, random_graph, random_profile
 
 seeds = st.integers(0, 10**6)
@@ -80,36 +78,6 @@ def test_every_chromosome_of_every_generation_has_a_safe_plan(seed: int) -> None
 
 
 @pytest.mark.long
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_children_fit_agree_with_their_parents_and_leave_no_room_for_another_resident(seed: int) -> None:
-    rng, draw = random.Random(seed), np.random.default_rng(seed)
-    problem = replace(random_problem(rng), residents=None)
-    arrays = OpOrders(problem)[0].work.arrays
-    parents = [random_decisions(draw, len(arrays.size), len(arrays.use_op)) for _ in range(2)]
-    low, high = sorted(draw.integers(len(arrays.op_s) + 1, size=2).tolist())
-    child = crossed(arrays, *parents, rng.choice((low, -1)), high, False, seed)
-    left = arrays.partition_pages - arrays.size[child.choice != STREAMED].sum()
-    assert left >= 0
-    streamed = arrays.size[(child.choice == STREAMED) & (arrays.size > 0)]
-    assert not len(streamed) or streamed.min() > left
-    for inherited, a, b in zip(child[1:], parents[0][1:], parents[1][1:], strict=True):
-        assert ((inherited == a) | (inherited == b)).all()
-
-
-def test_crossover_keeps_given_residents() -> None:
-    graph = chain([PAGE] * 8)
-    arrays = OpOrders(Problem(graph, profile_of(graph), Memory(6 * PAGE, 4 * PAGE)))[0].work.arrays
-    draw = np.random.default_rng(0)
-    parents = [random_decisions(draw, 8, 8) for _ in range(2)]
-    given = parents[0].choice != STREAMED
-    parents[1] = parents[1]._replace(choice=np.where(given, 3 - parents[0].choice, STREAMED))
-    child = crossed(arrays, *parents, 2, 6, True, 0)
-    assert (child.choice != parents[0].choice).any()
-    assert ((child.choice != STREAMED) == (parents[0].choice != STREAMED)).all()
-
-
-@pytest.mark.long
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=seeds)
 def test_decisions_keep_their_parameters_and_uses_in_another_order(seed: int) -> None:
@@ -142,6 +110,8 @@ def test_later_generations_are_never_worse_and_find_what_the_first_did_not() -> 
         assert more.provenance is not None
         assert more.provenance.latency_s <= first.provenance.latency_s * (1 + 1e-3)
         better += more.provenance.latency_s < first.provenance.latency_s * (1 - 1e-6)
+        if better and seed >= 3:
+            break
     assert better > 0
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import cold, run, steps
+from benchmarks.gpu import copies, run, steps
 
 ROOT = Path(__file__).parents[2]
 FAKE_STEP = """
@@ -62,12 +62,13 @@ def test_cells_that_hang_or_come_too_late_are_named(monkeypatch: pytest.MonkeyPa
         raise subprocess.TimeoutExpired(command, timeout)
 
     monkeypatch.setattr(steps.subprocess, "run", hang)
-    assert steps.main(cold.STEP, ["--output", str(tmp_path), "--cells", "ours"]) == 1
-    written = (tmp_path / "gpu-cold.md").read_text()
+    cell = copies.DIRECTIONS[0]
+    assert steps.main(copies.STEP, ["--output", str(tmp_path), "--cells", cell]) == 1
+    written = (tmp_path / "gpu-copies.md").read_text()
     assert "commit unknown" in written
-    assert "ours: ended after 110 s" in written
-    assert steps.main(cold.STEP, ["--output", str(tmp_path), "--cells", "ours", "--seconds", "0"]) == 1
-    assert "The time ran out: not measured are ours." in (tmp_path / "gpu-cold.md").read_text()
+    assert f"{cell}: ended after 120 s" in written
+    assert steps.main(copies.STEP, ["--output", str(tmp_path), "--cells", cell, "--seconds", "0"]) == 1
+    assert f"The time ran out: not measured are {cell}." in (tmp_path / "gpu-copies.md").read_text()
 
 
 @pytest.mark.long

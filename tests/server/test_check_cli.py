@@ -16,6 +16,7 @@ from cohabit.runtime.lowering.lower import lower
 from cohabit.server.cli import main
 from cohabit.server.engine.servable import describe
 from tests.support.runtime import models
+from tests.support.server.ensembles import config_text, put, step, tensor
 
 pytestmark = pytest.mark.process
 
@@ -75,6 +76,22 @@ def test_a_model_that_can_be_served(folder: Path, capsys: pytest.CaptureFixture[
     for nbytes, budget in budgets.items():
         if budget["reason"] is None:
             assert budget["partition_bytes"] + budget["workspace_bytes"] <= nbytes
+
+
+def test_an_ensemble_is_checked_with_the_models_of_its_steps(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (output,) = reported(folder, capsys)[1]["info"]["outputs"]
+    tensors = tensor("input", "X", dims="132") + tensor("output", "Y", dims="132")
+    ensemble = ["check", str(folder / "pipeline"), "--threads", "1", "--cache", str(folder / "cache")]
+    for most_batch, status, text in (
+        (4, 0, "pipeline is an ensemble, and can be served: its steps fit one another"),
+        (8, 1, "pipeline cannot be served: step 1 ('wide'): the model takes batches of up to 4, the ensemble 8"),
+    ):
+        head = f"platform: 'ensemble' max_batch_size: {most_batch}\n"
+        put(folder, "pipeline", config_text(tensors, step("wide", {"x": "X"}, {output["name"]: "Y"}), head=head))
+        assert main(ensemble) == status
+        assert text in capsys.readouterr().out
 
 
 def test_the_least_memory_is_enough_and_a_page_less_is_not(

@@ -62,7 +62,10 @@ def test_the_document_has_the_table() -> None:
     ("text", "path"),
     [
         ("sequence_batching { iterative_sequence: true }", "sequence_batching.iterative_sequence"),
-        ("ensemble_scheduling { step { model_name: 'a' } }", "ensemble_scheduling"),
+        (
+            "platform: 'ensemble' ensemble_scheduling { step { model_name: 'a' model_namespace: 'n' } }",
+            "ensemble_scheduling.step.model_namespace 'n'",
+        ),
         ("model_transaction_policy { decoupled: true }", "model_transaction_policy.decoupled"),
         ("instance_group { rate_limiter { priority: 2 } }", "instance_group.rate_limiter"),
         ("platform: 'tensorrt_plan'", "platform 'tensorrt_plan'"),

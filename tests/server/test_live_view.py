@@ -15,6 +15,7 @@ import pytest
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.errors import Overloaded
+from cohabit.server.http import live_page
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelFootprint, ModelKey
 from cohabit.server.ipc.request import Timing
@@ -450,9 +451,12 @@ def test_a_client_that_leaves_makes_room_for_another(own: Running) -> None:
     asyncio.run_coroutine_threadsafe(left(), own.loop).result(30)
 
 
-def test_a_client_that_reads_nothing_keeps_no_place(own: Running) -> None:
+def test_a_client_that_reads_nothing_keeps_no_place(own: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With documents in quick succession: its buffers are soon full."""
     feed = own.server._feed
     assert feed is not None
+    monkeypatch.setattr(feed, "_period_s", 0.02)
+    monkeypatch.setattr(live_page, "_WRITE_S", 2.0)
     with socket.create_connection(("127.0.0.1", own.port)) as deaf, events(own) as response:
         deaf.sendall(b"GET /ui/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         next_event(response)

@@ -25,8 +25,8 @@ class Evolution(Searcher[C]):
     _crossed: Callable[[C, C], list[C]]
     _mutated: Callable[[C], C]
 
-    def __init__(self, seed: int, population: int, generations: int = GENERATIONS) -> None:
-        self.evaluations = 1 + population + 2 * population * generations
+    def __init__(self, seed: int, population: int) -> None:
+        self.evaluations = 1 + population + 2 * population * GENERATIONS
         self.living: list[tuple[C, Cost]] = []
         """The population after each generation, the best first."""
         self._population = population

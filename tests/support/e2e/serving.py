@@ -37,7 +37,6 @@ from cohabit.server.process.engine import Engine
 from cohabit.server.repository.sources import ModelSource
 from cohabit.server.serve import Server
 
-ROOT = Path(__file__).parents[3]
 READY_S = 600.0
 """Patience with a busy machine; only failures wait for it."""
 QUICK_SEARCH = "genetic"
@@ -294,7 +293,4 @@ def _start(
     command = [*entering, sys.executable, "-m", "cohabit.server.cli", "serve", str(repository), "--memory", memory]
     command += ["--cache", str(cache), "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
     command += ["--search", QUICK_SEARCH, *flags]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, start_new_session=True
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)

@@ -15,15 +15,12 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from benchmarks.gpu import cold, common, copies, figure8, resnet, run, steps, table2, training
-from benchmarks.training_nets import TINY
+from benchmarks.gpu import common, copies, figure8, resnet, run, steps, table2
 
 CELLS = {
     copies.STEP: copies.DIRECTIONS[0],
     table2.STEP: "as served, batch 1",
     figure8.STEP: "partitioned in int8, memory 90%",
-    cold.STEP: cold.OURS,
-    training.STEP: f"{training.BUDGET} of wide_resnet",
 }
 NEED_A_DEVICE = (
     "test_a_copy_from_registered_memory_does_not_block",
@@ -76,7 +73,6 @@ def _one_cell(step: steps.Step) -> int:  # type: ignore[type-arg]
     table2.BUDGETS_MB = {1: (8,)}
     figure8.MODELS, figure8.LOADS, figure8.POINT_S = 4, (0.2,), 0.2
     common.PLAN_S = 0.2
-    training.NETS_OF_A_GPU = TINY
     with TemporaryDirectory() as folder:
         common.FOLDER = Path(folder) / "gpu"
         output = Path(folder) / "results"
