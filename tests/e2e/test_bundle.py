@@ -27,7 +27,6 @@ from cohabit.server.errors import ConfigError, StartFailed
 from tests.support.e2e.machine import as_root, memory_cgroup
 from tests.support.e2e.serving import (
     QUICK_SEARCH,
-    ROOT,
     KeptProcesses,
     Running,
     infer,
