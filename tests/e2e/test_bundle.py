@@ -27,25 +27,16 @@ from cohabit.server.errors import ConfigError, StartFailed
 from tests.support.e2e.machine import as_root, memory_cgroup
 from tests.support.e2e.serving import (
     QUICK_SEARCH,
-<<<<<<< HEAD
-    ROOT,
-    Running,
-    infer,
-=======
     KeptProcesses,
     Running,
->>>>>>> house1
+    infer,
     process,
     refused_start,
     repository_index,
     serving,
 )
-<<<<<<< HEAD
 from tests.support.e2e.stacks import WEIGHTS_MIB, Stacks, X, answer, is_answer_of
 from tests.support.server.ensembles import config_text, put, step, tensor
-=======
-from tests.support.e2e.stacks import WEIGHTS_MIB, Stacks, answer, is_answer_of
->>>>>>> house1
 
 MODELS, BATCHES = "abc", "1,2"
 SEARCH = ("--search", QUICK_SEARCH)
