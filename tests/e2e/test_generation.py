@@ -233,6 +233,42 @@ def test_the_next_turn_begins_where_the_last_one_ended(server: Running) -> None:
     eventually(lambda: metric(server.metrics_address, "cohabit_sequences", "llama") == 0)
 
 
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_texts_that_share_their_beginnings_have_the_tokens_of_transformers(
+    repository: Path, cache: Path, tmp_path: Path, count: int
+) -> None:
+    """Prompts branch off one another at any place; clients leave in the middle; memory holds a few of the texts."""
+    shutil.copytree(repository / "llama", tmp_path / "llama")
+    draws = np.random.default_rng(count)
+    prompts = [draws.integers(3, VOCABULARY, 60).tolist()]
+    for _ in range(count - 1):
+        other = prompts[draws.integers(len(prompts))]
+        own = draws.integers(3, VOCABULARY, draws.integers(0, 20)).tolist()
+        prompts.append([*other[: draws.integers(1, len(other) + 1)], *own][:80])
+    most = draws.integers(1, 15, count).tolist()
+    leaves = (draws.random(count) < 0.2).tolist()
+    with serving(tmp_path, "8MiB", cache, batch_sizes=BATCHES, queue_bytes=512 << 10) as server:
+
+        def run(number: int) -> tuple[list[int], int]:
+            prompt = prompts[number]
+            if leaves[number]:
+                body = {"model": "llama", "prompt": prompt, "temperature": 0, "max_tokens": 15}
+                with streamed(server.address, "/v1/completions", body) as events:
+                    next(iter(events))
+                return [], 0
+            answer = complete(server.address, "llama", prompt, max_tokens=most[number])
+            return tokens_of(answer), cached_of(answer)
+
+        with ThreadPoolExecutor(6) as clients:
+            answers = list(clients.map(run, range(count)))
+        eventually(lambda: metric(server.metrics_address, "cohabit_sequences", "llama") == 0)
+        assert metric(server.metrics_address, "cohabit_state_bytes", "llama") <= 512 << 10
+    for number, (tokens, _) in enumerate(answers):
+        if not leaves[number]:
+            assert tokens == expected("llama", prompts[number], most[number]), number
+    assert sum(cached for _, cached in answers) > 0
+
+
 def test_a_text_goes_on_with_the_same_tokens_after_its_engine_was_killed(
     repository: Path, cache: Path, tmp_path: Path
 ) -> None:
