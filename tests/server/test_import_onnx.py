@@ -616,3 +616,25 @@ def test_numbers_that_operators_compute_keep_the_graphs_shapes(tmp_path: Path) -
     constants = {"zero": ints(0), "two": ints(2), "types": below(9, 1, 3)}
     path = saved(tmp_path / "a.onnx", nodes, {"x": X}, constants, ["y"], 17)
     require_same(path, {"x": X})
+
+
+@pytest.mark.parametrize("width", [4, 5, 8])
+def test_a_size_is_padded_to_a_multiple(width: int, tmp_path: Path) -> None:
+    """As exporters write Swin's windows: `fmod` of Mod is an attribute with its default."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["shape"]),
+        helper.make_node("Gather", ["shape", "last"], ["width"]),
+        helper.make_node("Mod", ["width", "four"], ["rest"], fmod=0),
+        helper.make_node("Sub", ["four", "rest"], ["missing"]),
+        helper.make_node("Mod", ["missing", "four"], ["more"], fmod=0),
+        helper.make_node("ConstantOfShape", ["five"], ["zeros"], value=numpy_helper.from_array(ints(0))),
+        helper.make_node("Concat", ["zeros", "more"], ["pads"], axis=0),
+        helper.make_node("Pad", ["x", "pads"], ["y"]),
+    ]
+    constants = {"last": ints(-1), "four": ints(4), "five": ints(5)}
+    x = normal(2, 3, width)
+    path = saved(tmp_path / "a.onnx", nodes, {"x": x}, constants, ["y"], 16)
+    require_same(path, {"x": x})
+    module = OnnxModule(read_graph(path))
+    exported = torch.export.export(module, (), {"x": torch.tensor(x)}).module()
+    assert torch.equal(exported(x=torch.tensor(x))["y"], module(x=torch.tensor(x))["y"])

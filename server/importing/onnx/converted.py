@@ -82,9 +82,9 @@ class OnnxModule(nn.Module):
         constant = tuple(name in self._constant for name in node.inputs)
         known = [value for value in given if isinstance(value, Known)]
         try:
-            number = (
-                evaluate(node.op, known) if known and len(known) == len(given) and not node.attributes else None
-            )
+            # An elementwise operator has no attributes, but for `fmod` of Mod, which is 0 for integers.
+            is_plain = bool(known) and len(known) == len(given) and not any(node.attributes.values())
+            number = evaluate(node.op, known) if is_plain else None
             found = OPERATORS[node.op](NodeCall(node, given, constant, self._dtype)) if number is None else number
         except Exception as error:  # torch's, of any class
             if "data-dependent" in str(error):

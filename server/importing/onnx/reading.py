@@ -15,6 +15,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, inliner, nu
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.folder_files import own_roots
 from cohabit.server.importing.onnx.indexing import with_pairs
+from cohabit.server.importing.onnx.known import Known
 from cohabit.server.importing.onnx.operators import (
     arithmetic,
     contributed,
@@ -206,7 +207,8 @@ def _attribute(path: Path, given: AttributeProto) -> Any:
         raise ImportFailed(f"its attribute {given.name} is not a value")
     value = onnx.helper.get_attribute_value(given)
     if isinstance(value, TensorProto):
-        return _tensor(path, value)
+        tensor = _tensor(path, value)
+        return Known.of(tensor.tolist(), tensor.dtype)  # numbers, because torch.export follows tensors
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if given.type == AttributeProto.STRINGS:

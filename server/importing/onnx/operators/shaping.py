@@ -53,8 +53,8 @@ def _size(call: NodeCall) -> Value:
 @operator_of("ConstantOfShape")
 def _constant_of_shape(call: NodeCall) -> Value:
     shape = call.sizes("shape", 0) or []
-    fill = call.attr("value")
-    number, dtype = (0.0, torch.float32) if fill is None else (fill.item(), fill.dtype)
+    fill = call.attr("value", Known.of(0.0, torch.float32))
+    number, dtype = fill.list[0], fill.dtype
     if _plain(shape) and math.prod(shape) <= MOST_NUMBERS:
         return Known(np.full(shape, number, dtype=object), dtype)
     return torch.full(shape, number, dtype=dtype)
