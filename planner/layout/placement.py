@@ -39,9 +39,10 @@ def place(blocks: Sequence[Block], enough_bytes: int = 0) -> Layout:
     best: Layout | None = None
     floor = max(most_live_bytes(blocks), enough_bytes)
     rows = np.array([(b.nbytes, b.alignment, b.span.first, b.span.end) for b in blocks], dtype=np.int64).T.copy()
-    for order, best_fit in product(_orders(*rows), (True, False)):
+    nbytes, alignment, first, end = rows
+    for order, best_fit in product(_orders(nbytes, alignment, first, end), (True, False)):
         offsets = _fit(order, rows, best_fit)
-        peak_bytes = int((offsets + rows[0]).max())
+        peak_bytes = int((offsets + nbytes).max())
         if best is None or peak_bytes < best.peak_bytes:
             best = Layout(tuple(offsets.tolist()), peak_bytes)
         if best.peak_bytes <= floor:

@@ -220,9 +220,14 @@ class Prefixes:
         wanted = text.tokens[:-1]
         best: Prefix | None = None
         for other in self._texts.values():
-            if (other.info.key, other.archive) == (text.info.key, text.archive):
-                length = _common(other.tokens[: other.done], wanted)
-                if length >= _LEAST_REUSED and (best is None or length > best.length):
+            if (other.info.key, other.archive) != (text.info.key, text.archive):
+                continue
+            # Only a text that has the next token, too, is better: most of many are dismissed by it.
+            at = _LEAST_REUSED - 1 if best is None else best.length
+            most = min(other.done, len(wanted))
+            if at < most and other.tokens[at] == wanted[at]:
+                length = _common(other.tokens, wanted, most)
+                if length > at:
                     best = Prefix(other, length)
         return best
 
@@ -259,12 +264,11 @@ class Prefixes:
             text.plane.end_sequence(text.info.key, text.name)
 
 
-def _common(some: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of first tokens that two texts have in common."""
-    length = min(len(some), len(others))
-    if some[:length] == others[:length]:
-        return length
-    return next(n for n in range(length) if some[n] != others[n])
+def _common(some: Sequence[int], others: Sequence[int], most: int) -> int:
+    """Return the number of first tokens that two texts have in common, up to `most`."""
+    if some[:most] == others[:most]:
+        return most
+    return next(n for n in range(most) if some[n] != others[n])
 
 
 @dataclass(slots=True)

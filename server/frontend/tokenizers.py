@@ -63,33 +63,41 @@ class LoadedTokenizer:
     def tokens(self, texts: Sequence[str], *, adds_special: bool = True, most: int | None = None) -> list[Tokens]:
         """Return the token ids of each text. Releases the GIL meanwhile, unlike `encode`.
 
-        `adds_special` adds the special tokens that the tokenizer puts around a text. Texts of over `most` tokens lose
-        their ends.
+        `adds_special` adds the special tokens that the tokenizer puts around a text. Texts of over `most` tokens,
+        special ones included, lose their ends.
         """
-        encoded = self._cut_to(most).encode_batch_fast(texts, add_special_tokens=adds_special)
+        encoded = self.tokenizer.encode_batch_fast(texts, add_special_tokens=adds_special and most is None)
+        if most is not None:
+            room = self._room(most, is_pair=False)
+            for one in encoded:
+                one.truncate(room)
+            encoded = [self.tokenizer.post_process(one, None, adds_special) for one in encoded]
         return [np.array(one.ids, _TOKEN) for one in encoded]
 
     def pairs(self, first: str, others: Sequence[str], most: int | None) -> list[tuple[Tokens, Tokens]]:
         """Return the token ids of a text with each of others, and their types.
 
-        Pairs of over `most` tokens lose the end of the longer text, one token at a time.
+        Pairs of over `most` tokens, special ones included, lose the end of the longer text, and then of both.
         """
-        encoded = self._cut_to(most).encode_batch_fast([(first, other) for other in others])
-        return [(np.array(one.ids, _TOKEN), np.array(one.type_ids, _TOKEN)) for one in encoded]
-
-    def _cut_to(self, most: int | None) -> "Tokenizer":
         if most is None:
-            return self.tokenizer
-        if most not in self._cutting:
-            cutting = type(self.tokenizer).from_str(self.tokenizer.to_str())
-            cutting.enable_truncation(most)
-            self._cutting[most] = cutting
-        return self._cutting[most]
+            whole = self.tokenizer.encode_batch_fast([(first, other) for other in others])
+            return [_ids_and_types(one.ids, one.type_ids) for one in whole]
+        # Texts are cut before special tokens are put around them. Cutting changes them, so each pair has its own.
+        room, pairs = self._room(most, is_pair=True), []
+        texts = self.tokenizer.encode_batch_fast([*others, *[first] * len(others)], add_special_tokens=False)
+        for other, own in zip(texts[: len(others)], texts[len(others) :], strict=True):
+            first_length, other_length = _cut_lengths(len(own.ids), len(other.ids), room)
+            own.truncate(first_length)
+            other.truncate(other_length)
+            types = [0] * first_length + [1] * other_length
+            one = self.tokenizer.post_process(own, other, True)
+            # Without a processor, nothing sets the types of a second text that was tokenized alone.
+            pairs.append(_ids_and_types(one.ids, one.type_ids if self.tokenizer.post_processor else types))
+        return pairs
 
-    @cached_property
-    def _cutting(self) -> dict[int, "Tokenizer"]:
-        """Tokenizers that cut texts, by the number of tokens that they leave."""
-        return {}
+    def _room(self, most: int, *, is_pair: bool) -> int:
+        """Return the number of tokens of text that fit beside the special ones."""
+        return max(most - int(self.tokenizer.num_special_tokens_to_add(is_pair)), 0)
 
     def decoder(self, prompt: Sequence[int], *, cleans_up: bool = False) -> "TextDecoder":
         """Return a decoder for the tokens after a prompt. `cleans_up` is `LanguageDocument.cleans_up_spaces`."""
@@ -163,6 +171,21 @@ class LoadedTokenizer:
         tokens = range(min(self.tokenizer.get_vocab_size(), _MOST_ANCHORS))
         plain = (t for t in tokens if self.is_shown(t) and self.byte(t) is None)
         return next((t for t in plain if self.decoded([t]).isalnum()), None)
+
+
+def _ids_and_types(ids: Sequence[int], types: Sequence[int]) -> tuple[Tokens, Tokens]:
+    return np.array(ids, _TOKEN), np.array(types, _TOKEN)
+
+
+def _cut_lengths(first: int, second: int, room: int) -> tuple[int, int]:
+    """Return the lengths of two texts that fit together, as the package tokenizers cuts the longest first."""
+    if first + second <= room:
+        return first, second
+    shorter = min(first, second)
+    longer = max(shorter, room - shorter)
+    if shorter + longer > room:
+        shorter, longer = room // 2, room - room // 2
+    return (longer, shorter) if first > second else (shorter, longer)
 
 
 class TextDecoder:

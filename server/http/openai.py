@@ -5,8 +5,9 @@ and documents in, a score for each document out.
 """
 
 import base64
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from aiohttp import hdrs, web
@@ -21,7 +22,7 @@ from cohabit.server.frontend.tokenizers import LoadedTokenizer, tokens_in
 from cohabit.server.http.answers import JSON, LeasedResponse, json_response
 from cohabit.server.http.body import read_body
 from cohabit.server.ipc.model import Array, ModelInfo
-from cohabit.server.ipc.request import Parameters
+from cohabit.server.ipc.request import Answer, Parameters
 from cohabit.server.protocol.embedding import (
     MOST_TOKENS,
     NEEDED,
@@ -35,6 +36,7 @@ from cohabit.server.protocol.embedding import (
 from cohabit.server.protocol.json_body import parse_json
 from cohabit.server.protocol.tensors import to_json
 
+_T = TypeVar("_T")
 _MOST_BODY_BYTES = 4 << 20
 _TEXT_BYTES = 4
 """Maximum bytes of memory per character of a text."""
@@ -114,7 +116,10 @@ class OpenAiApi:
                 vectors = plane.memory.array(lease.take(4 * size[0] * size[1]), "<f4", size)
                 done = 0
                 for batch in encoder.batches(texts):
-                    vectors[done : done + len(batch)] = await self._infer(encoder, batch, asked.parameters)
+                    read = partial(encoder.vectors, batch)
+                    vectors[done : done + len(batch)] = await _inferred(
+                        plane, encoder, batch, asked.parameters, read
+                    )
                     done += len(batch)
                 count = sum(map(len, texts))
                 written = await call(vectors.size > _QUICK_VALUES, _written, asked, vectors, count)
@@ -130,15 +135,6 @@ class OpenAiApi:
         texts = await tokens_in(lease, given, lambda piece: decode(slow, loaded.tokens, piece, most=most))
         lease.free(as_text)
         return texts
-
-    async def _infer(self, encoder: TextEncoder, texts: Sequence[Tokens], parameters: Parameters) -> Array:
-        plane = self._plane
-        with plane.memory.lease() as lease, plane.regions.use() as regions:
-            with plane.fitting(encoder.info.key):
-                inference = encoder.request(texts, parameters, regions)
-            answer = await plane.infer(inference, encoder.info, lease)
-            slow = answer.outputs[encoder.output.name].size > _QUICK_VALUES
-            return await call(slow, encoder.vectors, texts, answer)
 
     def _encoder(self, info: ModelInfo, loaded: LoadedTokenizer) -> TextEncoder:
         """Raises InvalidRequest for a model that cannot embed texts."""
@@ -203,19 +199,27 @@ class RerankApi:
             done = 0
             for batch in encoder.batches([ids for ids, _ in pairs]):
                 types = [types for _, types in pairs[done : done + len(batch)]]
-                scores += await self._infer(encoder, batch, types, asked.parameters)
+                found = await _inferred(plane, encoder, batch, asked.parameters, encoder.scores, types)
+                scores += found[: len(batch)]
                 done += len(batch)
         return scores, count
 
-    async def _infer(
-        self, encoder: TextEncoder, texts: Sequence[Array], types: Sequence[Array], parameters: Parameters
-    ) -> list[float]:
-        plane = self._plane
-        with plane.memory.lease() as lease, plane.regions.use() as regions:
-            with plane.fitting(encoder.info.key):
-                inference = encoder.request(texts, parameters, regions, types)
-            answer = await plane.infer(inference, encoder.info, lease)
-            return encoder.scores(answer)[: len(texts)]
+
+async def _inferred(
+    plane: DataPlane,
+    encoder: TextEncoder,
+    texts: Sequence[Tokens],
+    parameters: Parameters,
+    read: Callable[[Answer], _T],
+    types: Sequence[Tokens] | None = None,
+) -> _T:
+    """Infer a batch of texts, with the types of their tokens. Returns what `read` makes of the answer."""
+    with plane.memory.lease() as lease, plane.regions.use() as regions:
+        with plane.fitting(encoder.info.key):
+            inference = encoder.request(texts, parameters, regions, types)
+        answer = await plane.infer(inference, encoder.info, lease)
+        slow = answer.outputs[encoder.output.name].size > _QUICK_VALUES
+        return await call(slow, read, answer)
 
 
 def _check_dimensions(asked: EmbeddingsBody, encoder: TextEncoder) -> None:
@@ -254,8 +258,8 @@ def _documents(asked: RerankBody, encoder: TextEncoder) -> list[str]:
     """Raises InvalidRequest for what are no texts, and for texts that are longer than any that the model takes."""
     if len(asked.query) > encoder.most_characters:
         raise InvalidRequest(
-            f"the query has {len(asked.query)} characters, of which model '{encoder.info.name}' takes"
-            f" {encoder.most_characters} at most; send a shorter one"
+            f"the query has {len(asked.query)} characters; model '{encoder.info.name}' takes at most"
+            f" {encoder.most_characters}; send a shorter one"
         )
     texts = texts_of(asked.documents, encoder, "documents")
     found = [text for text in texts if isinstance(text, str)]

@@ -197,8 +197,8 @@ def texts_of(given: msgspec.Raw, encoder: TextEncoder, field: str = "input") -> 
             raise InvalidRequest(f"{field}[{index}] is a number among texts; give texts, or token ids alone")
         if isinstance(item, str) and len(item) > encoder.most_characters:
             raise InvalidRequest(
-                f"{field}[{index}] has {len(item)} characters, of which model '{encoder.info.name}' takes"
-                f" {encoder.most_characters} at most; send shorter texts"
+                f"{field}[{index}] has {len(item)} characters; model '{encoder.info.name}' takes at most"
+                f" {encoder.most_characters}; send shorter texts"
             )
     texts: list[str] = sent
     return texts if quotes else [_ids(ids, index) for index, ids in enumerate(sent)]

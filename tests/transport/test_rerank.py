@@ -10,9 +10,10 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from tokenizers.processors import TemplateProcessing
+from tokenizers.processors import BertProcessing, RobertaProcessing, TemplateProcessing
 
 from cohabit.planner.shapes import Dimension, DynamicShape
+from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from tests.support.server.server_http import Answer, ask
 from tests.support.server.transport_fakes import FakeModel, Ports, identity, running, tensors
@@ -20,6 +21,15 @@ from tests.support.server.transport_fakes import FakeModel, Ports, identity, run
 MOST, MOST_ROWS = 12, 4
 WORDS = {"[PAD]": 0, "[CLS]": 1, "[SEP]": 2, "a": 3, "cat": 4, "sleeps": 5, "rates": 6, "rise": 7}
 NAMES = ("input_ids", "attention_mask", "token_type_ids")
+SPECIAL = [(name, WORDS[name]) for name in ("[CLS]", "[SEP]")]
+
+
+def word_tokenizer(processor: Any) -> Tokenizer:
+    tokenizer = Tokenizer(WordLevel(WORDS, unk_token="[PAD]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    if processor is not None:
+        tokenizer.post_processor = processor
+    return tokenizer
 
 
 def logits(input_ids: Array, attention_mask: Array, token_type_ids: Array) -> dict[str, Array]:
@@ -42,11 +52,7 @@ def expected(query: str, document: str, most: int | None = None) -> float:
 @pytest.fixture(scope="module")
 def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
     repository = tmp_path_factory.mktemp("rerank")
-    tokenizer = Tokenizer(WordLevel(WORDS, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    pair = "[CLS] $A [SEP] $B:1 [SEP]:1"
-    special = [(name, WORDS[name]) for name in ("[CLS]", "[SEP]")]
-    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", pair=pair, special_tokens=special)
+    tokenizer = word_tokenizer(PROCESSORS[0])
     for name in ("ranker", "image"):
         (repository / name).mkdir()
         tokenizer.save(str(repository / name / "tokenizer.json"))
@@ -59,6 +65,38 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ports]:
 
 def rerank(ports: Ports, **body: Any) -> Answer:
     return ask(ports, "POST", "/v1/rerank", json.dumps({"model": "ranker", **body}).encode())
+
+
+PROCESSORS = (
+    TemplateProcessing(single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=SPECIAL),
+    TemplateProcessing(single="$A [SEP]", pair="$A [SEP] $B", special_tokens=SPECIAL),
+    BertProcessing(("[SEP]", 2), ("[CLS]", 1)),
+    RobertaProcessing(("[SEP]", 2), ("[CLS]", 1)),
+    None,
+)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, ids=["pair", "bare", "bert", "roberta", "none"])
+def test_texts_and_pairs_are_cut_as_the_package_cuts_them(processor: Any) -> None:
+    draws = random.Random(0)
+    tokenizer, cutting = (word_tokenizer(processor) for _ in range(2))
+    loaded = LoadedTokenizer(tokenizer, 0)
+
+    def text() -> str:
+        return " ".join(draws.choices([word for word in WORDS if word[0] != "["], k=draws.randint(0, 9)))
+
+    for most in range(4, 16):
+        cutting.enable_truncation(most)
+        first, others = text(), [text() for _ in range(9)]
+        expected_pairs = cutting.encode_batch([(first, other) for other in others])
+        found = loaded.pairs(first, others, most)
+        assert [ids.tolist() for ids, _ in found] == [one.ids for one in expected_pairs]
+        assert [types.tolist() for _, types in found] == [one.type_ids for one in expected_pairs]
+        for adds_special in (True, False):
+            cut = loaded.tokens(others, adds_special=adds_special, most=most)
+            if adds_special:
+                assert [ids.tolist() for ids in cut] == [one.ids for one in cutting.encode_batch(others)]
+            assert max(map(len, cut)) <= most
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -300,7 +300,7 @@ def test_typed_integers_are_counted_before_they_are_parsed(server: Ports, readin
 
 def test_what_a_request_for_embeddings_may_have_is_limited(server: Ports) -> None:
     for given, part in (
-        (b'"%b"' % (b"a" * 513), "input[0] has 513 characters, of which model 'mean' takes 512"),
+        (b'"%b"' % (b"a" * 513), "input[0] has 513 characters; model 'mean' takes at most 512"),
         (b'["a","%b"]' % (b"a" * 513), "input[1] has 513 characters"),
         (b"[%b]" % fill(b"1", 2 * 300_001), "over 300000 token"),
         (b'["a","\xc3"]', "input is neither a text"),
