@@ -1,8 +1,8 @@
 """Pieces of weights by content: a segment or table that several models have is stored once, and held once in memory.
 
 A *pack* is a file with the pieces that one model brought. The folder `pieces` of a cache has a hard link to each pack,
-which keeps it when its first model is removed, and an index: a symbolic link per digest, whose target is the pack's
-name and the piece's offset. A digest only finds a piece; it is reused after all its bytes were compared. Writers hold
+which keeps it when its first model is removed, and an index: an empty file per piece, whose name has the digest, the
+offset and the pack. A digest only finds a piece; it is reused after all its bytes were compared. Writers hold
 `locked`. Whenever they are killed, each piece that a description names exists: packs are written before the
 descriptions that name them, and removed after them.
 """
@@ -69,10 +69,11 @@ def find(folder: Path, wanted: Sequence[WrittenPiece]) -> dict[int, tuple[str, i
     A pack with other bytes for a digest is damaged, and not used.
     """
     by_pack: dict[str, dict[int, int]] = {}
+    entries = _entries(folder)
     for n, piece in enumerate(wanted):
-        with suppress(OSError, ValueError):
-            pack, _, offset = os.readlink(folder / piece.digest).partition("@")
-            by_pack.setdefault(pack, {})[n] = int(offset)
+        if (entry := entries.get(piece.digest)) is not None:
+            _, offset, pack = entry.split("@")
+            by_pack.setdefault(f"{pack}.bin", {})[n] = int(offset)
     found: dict[int, tuple[str, int]] = {}
     for pack, offsets in by_pack.items():
         if sum(wanted[n].nbytes for n in offsets) < LEAST_REUSED_BYTES:
@@ -104,19 +105,26 @@ def add(folder: Path, path: Path, offsets: Mapping[str, int]) -> None:
         _index(folder, pack, offsets)
 
 
+def _entries(folder: Path) -> dict[str, str]:
+    """Return the names of the index's files by digest."""
+    names = [entry.name for entry in os.scandir(folder) if entry.name.count("@") == 2]
+    return {name.partition("@")[0]: name for name in names}
+
+
 def _index(folder: Path, pack: str, offsets: Mapping[str, int]) -> None:
+    entries = _entries(folder)
     for digest, offset in offsets.items():
-        temporary = folder / f".{digest}"
-        temporary.unlink(missing_ok=True)
-        os.symlink(f"{pack}@{offset}", temporary)
-        os.replace(temporary, folder / digest)
+        name = f"{digest}@{offset}@{pack.removesuffix('.bin')}"
+        (folder / name).touch()
+        if (old := entries.get(digest, name)) != name:
+            (folder / old).unlink()
 
 
 def remove_from_index(folder: Path) -> None:
     """Remove the index entries of packs that are gone."""
-    packs = {path.name for path in folder.iterdir() if not path.is_symlink()}
+    packs = {path.stem for path in folder.glob("*.bin")}
     for path in folder.iterdir():
-        if path.is_symlink() and os.readlink(path).partition("@")[0] not in packs:
+        if "@" in path.name and path.name.rpartition("@")[2] not in packs:
             path.unlink()
 
 

@@ -67,7 +67,7 @@ class CacheContents:
     others: set[Path]
     """Files that belong to no lowered archive, or to all."""
     packs: set[Path]
-    """Files with the weights that several archives may share."""
+    """Files with the weights that several archives may share, and their index."""
     fingerprints: dict[Path, str]
     """Fingerprint of the archive at each path when it was read."""
 
@@ -156,7 +156,7 @@ def read_cache(cache: Path) -> CacheContents:
             owner.plans.add(path)
         if not of_plan:
             others.add(path)
-    packs = set((cache / "weights" / pieces.FOLDER).glob("*.bin"))
+    packs = set((cache / "weights" / pieces.FOLDER).glob("[!.]*"))
     return CacheContents(lowered, others, packs, fingerprints)
 
 
