@@ -140,7 +140,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def layout(self) -> str:
         """Fingerprint without the archive: the same for models that differ in the values of their weights only."""
-        return fingerprint(msgspec.structs.replace(self, archive=""))
+        return fingerprint(msgspec.structs.replace(self, archive=self.archive.partition("/")[2]))
 
     @property
     def segment_bytes(self) -> int:
