@@ -76,14 +76,21 @@ class CudaDriver(HostPinning):
         """Return the driver of a device. Raises DeviceError for an unknown index or unusable allocator settings."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if index >= count:
+            reason = f" ({_obstacle()})" if not count else ""
             raise DeviceError(
-                f"there is no CUDA device {index}: torch {torch.__version__} sees {count}; use --device cpu"
+                f"there is no CUDA device {index}: torch {torch.__version__} sees {count}{reason}; use --device cpu"
             )
         _refuse_allocator_settings(os.environ)
-        torch.cuda.set_device(index)
         with _opening:
-            if index not in _drivers:
-                _drivers[index] = CudaDriver(index)
+            try:
+                torch.cuda.set_device(index)
+                if index not in _drivers:
+                    _drivers[index] = CudaDriver(index)
+            except RuntimeError as error:
+                raise DeviceError(
+                    f"CUDA device {index} cannot be used: {str(error).splitlines()[0]}; if another process has it for"
+                    " itself, nvidia-smi -q -d COMPUTE says so"
+                ) from error
             return _drivers[index]
 
     # Streams and events
@@ -318,6 +325,15 @@ class CudaDriver(HostPinning):
             yield
         finally:
             _set_tf32(before)
+
+
+def _obstacle() -> str:
+    """Return why torch sees no device, such as a driver that is too old: counting them hides that."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return "and gives no reason"
 
 
 def _refuse_allocator_settings(environment: Mapping[str, str]) -> None:

@@ -500,3 +500,44 @@ def test_a_pool_holds_its_live_tensors_and_not_those_of_others(
     assert pool.held_bytes == 1024
     assert pool.layout == tuple(tuple(b.values()) for b in own), "by address"
     pool.close()
+
+
+def test_why_torch_sees_no_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(
+        DeviceError, match=r"sees 0 \(The NVIDIA driver .* too old \(found version 11040\)\.\); use"
+    ):
+        CudaDriver.open()
+
+
+def test_a_device_that_another_process_has_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors ...")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with pytest.raises(
+        DeviceError, match=r"device 0 cannot be used: CUDA error: .* busy or unavailable; if another"
+    ):
+        CudaDriver.open()
+
+
+def test_a_stream_that_was_given_back_is_used_again_and_its_staging_memory_is_free(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "as_tensor", at_address)
+    numbers = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream(next(numbers)))
+    stream = driver.stream(urgent=True)
+    with driver.on(stream):
+        link = driver.staging().link
+    assert len(library.held) == 1
+    driver.give_back(stream, urgent=True)
+    assert not library.held
+    assert {driver.stream(urgent=True), driver.stream(urgent=True)} == {stream, link}
+    assert driver.stream(urgent=True).cuda_stream == 3
