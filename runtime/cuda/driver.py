@@ -330,7 +330,7 @@ class CudaDriver(HostPinning):
 def _obstacle() -> str:
     """Return why torch sees no device, such as a driver that is too old: counting them hides that."""
     try:
-        torch.cuda.init()
+        _cuda.init()
     except (AssertionError, RuntimeError) as error:
         return str(error).splitlines()[0]
     return "and gives no reason"
