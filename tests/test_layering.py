@@ -157,7 +157,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "lowering": set(),
         "stores": {"lowering"},
         "binding": {"lowering"},
-        "shared_region": {"binding", "cpu", "cuda", "lowering"},
+        "shared_region": {"binding", "cpu", "cuda", "lowering", "stores"},
         "measure": {"binding", "lowering"},
         "tiling": {"lowering"},
         "cpu": {"binding", "lowering", "measure", "stores"},
