@@ -1,4 +1,4 @@
-"""Attention of short sequences, and the ops before it: projections of one input, and rotary embeddings."""
+"""Attention of short or growing sequences, and the ops before it: projections of one input, and rotary embeddings."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from cohabit.runtime.lowering.fused_ops import rotate, short_attention
+from cohabit.runtime.lowering.fused_ops import joined_attention, rotate, short_attention
 from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_shape_and_dtype
 
 aten = torch.ops.aten
@@ -22,6 +22,7 @@ _KEEP_LAST = (
     aten.contiguous.default,
 )
 """Operators that keep each vector of the last dimension, if its size stays the same."""
+_FLASH_TYPES = frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16})
 _MOST_LENGTH, _LANES = 128, 16
 """torch's kernel computes the remainder of a row of scores, after whole groups of 16, one by one. If at least half of
 16 remain, plain products take 15 to 30 % less time, up to about this length."""
@@ -200,3 +201,61 @@ def attend_plainly(model: FxModel) -> None:
             scale = node.kwargs.get("scale")
             node.args = (*node.args, shape[3] ** -0.5 if scale is None else scale)
             node.target, node.kwargs = short_attention, {}
+
+
+def attend_in_parts(model: FxModel) -> None:
+    """Compute attention without joining past keys and values with new ones, which copies all of them in every step."""
+    nodes: list[Any] = list(model.graph.nodes)
+    for node in nodes:
+        if node.target is not aten.scaled_dot_product_attention.default or len(node.args) > 4:
+            continue
+        query, keys, values, mask = (*node.args, node.kwargs.get("attn_mask"))[:4]
+        parts = _joined_parts(keys), _joined_parts(values)
+        if None in parts or mask is None or not node.kwargs.keys() <= {"attn_mask", "scale", "enable_gqa"}:
+            continue
+        shapes = [part.meta["val"].shape for part in (query, mask, *parts[0], *parts[1])]
+        dtypes = {part.meta["val"].dtype for part in (query, mask, *parts[0], *parts[1])}
+        if (
+            any(len(shape) != 4 for shape in shapes)
+            or len({str(shape[3]) for shape in (shapes[0], *shapes[2:])}) > 1
+        ):
+            continue
+        shared = str(shapes[0][1]) != str(shapes[2][1])
+        whole = str(mask.meta["val"].shape[3]) == str(keys.meta["val"].shape[2])
+        if whole and len(dtypes) == 1 and dtypes <= _FLASH_TYPES and not (shared and shapes[1][1] != 1):
+            (past_key, key), (past_value, value) = parts
+            node.args = (query, past_key, past_value, key, value, mask, node.kwargs.get("scale"))
+            node.target, node.kwargs = joined_attention, {}
+    model.graph.eliminate_dead_code()
+
+
+def _joined_parts(operand: Any) -> tuple[fx.Node, fx.Node] | None:
+    """Return the two tensors that an operand joins along the third dimension, and may repeat for several heads each.
+
+    None for any other operand, or if something else reads the joined tensor.
+    """
+    source = operand
+    if source.target in _RESHAPES and (repeated := _repeated_heads(source)) is not None:
+        source = repeated
+    joined: Any = source.args[0] if source.target is aten.cat.default else ()
+    if (
+        len(joined) != 2
+        or source.args[1:] not in ((2,), (-2,))
+        or len(source.users) != 1
+        or len(operand.users) != 1
+    ):
+        return None
+    return joined[0], joined[1]
+
+
+def _repeated_heads(whole: Any) -> Any:
+    """Return what repeats as [batch, heads x times, length, size], each of its heads several times; None if nothing."""
+    expanded: Any = whole.args[0]
+    if expanded.target is aten.clone.default:
+        expanded = expanded.args[0]
+    if expanded.target is not aten.expand.default or expanded.args[0].target is not aten.unsqueeze.default:
+        return None
+    source, dim = expanded.args[0].args
+    own, times, result = ([str(size) for size in node.meta["val"].shape] for node in (source, expanded, whole))
+    same = len(own) == 4 and [*times[:2], *times[3:]] == own and [result[0], *result[2:]] == [own[0], *own[2:]]
+    return source if dim == 2 and same else None
