@@ -61,12 +61,12 @@ class LoadedServable:
 
     def execute(self, tickets: Sequence[Ticket], on_recording: "OnRecording | None" = None) -> Answer:
         """Execute requests together. For a model with sequences, keeps the resulting states until they are settled."""
-        rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
+            rows = sum([ticket.request.batch for ticket in tickets])
             return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, on_recording)
-        answer = self.servable.execute([self.sequences.inputs_of(tickets)], rows, on_recording)
-        self.sequences.keep(tickets, answer.outputs)
-        return answer
+        return self.sequences.execute(
+            tickets, lambda inputs, rows: self.servable.execute([inputs], rows, on_recording)
+        )
 
 
 class DeviceThread:

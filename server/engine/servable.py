@@ -163,8 +163,9 @@ class ProgramServable:
             raise
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
+        borrowed = [requests[0][name] for name in self._borrowed]
         outputs = {
-            p.name: self._own(array_of(t, own), tensors) for p, t in zip(self.outputs, result.outputs, strict=True)
+            p.name: _own(array_of(t, own), borrowed) for p, t in zip(self.outputs, result.outputs, strict=True)
         }
         timing = Timing(
             compute_s=result.latency_s,
@@ -227,12 +228,6 @@ class ProgramServable:
         tensor = torch.from_numpy(whole)
         return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
 
-    def _own(self, output: Array, tensors: Sequence[torch.Tensor]) -> Array:
-        """Return an output that no later execution overwrites."""
-        borrowed = (t for t, port in zip(tensors, self.inputs, strict=True) if port.name in self._borrowed)
-        shares = any(np.may_share_memory(output, array_of(tensor)) for tensor in borrowed)
-        return output.copy() if shares else output
-
     def _check(self, symbols: Mapping[str, int]) -> None:
         """Raise InvalidRequest for sizes that violate the program's export conditions.
 
@@ -266,6 +261,11 @@ def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ..
         own[rows:] = own[rows - 1]
     tensor = torch.from_numpy(own)
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
+
+
+def _own(output: Array, borrowed: Sequence[Array]) -> Array:
+    """Return an output that no later execution overwrites."""
+    return output.copy() if any(np.may_share_memory(output, array) for array in borrowed) else output
 
 
 def _joined(arrays: Sequence[Array]) -> Array:
