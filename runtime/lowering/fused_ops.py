@@ -97,6 +97,7 @@ def joined_attention(
         query = query.reshape(batch, key.shape[1], groups * length, size)
         mask = mask.expand(-1, -1, groups, -1) if length == 1 else mask.repeat(1, 1, groups, 1)
     past = past_key.shape[2]
+    result: torch.Tensor
     result, weight = _FLASH(query, past_key, past_value, attn_mask=mask[..., :past], scale=scale)
     own, own_weight = _FLASH(query, key, value, attn_mask=mask[..., past:], scale=scale)
     # Both are means of values. Their weights are sums of exponentials, given as logarithms.

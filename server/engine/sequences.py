@@ -197,17 +197,17 @@ class Sequences:
                 parts.setdefault(control.input, []).append(own)
             for name, array in known.states.items():
                 parts.setdefault(name, []).append(array)
-        window, rows, order = {}, list(range(len(found))), list(range(len(found)))
-        if self._growing:
-            window, rows, size = self._window(found)
-            if rows != order:  # rows of other sequences lie between: they are computed, and left out
-                order = [rows.index(row) if row in rows else 0 for row in range(size)]
+        in_order = list(range(len(found)))
+        window, rows, size = self._window(found) if self._growing else ({}, in_order, 0)
+        order = in_order
+        if rows != in_order:  # rows of other sequences lie between: they are computed, and left out
+            order = [rows.index(row) if row in rows else 0 for row in range(size)]
         inputs = {
             name: arrays[0] if len(order) == 1 else np.concatenate([arrays[n] for n in order])
             for name, arrays in parts.items()
         }
         answer = run(inputs | window, len(order))
-        if rows != list(range(len(found))):
+        if rows != in_order:
             answer = replace(answer, outputs={name: array[rows] for name, array in answer.outputs.items()})
         self._keep(tickets, found, answer.outputs)
         return answer
@@ -219,7 +219,7 @@ class Sequences:
         longest = max(known.length for known in found)
         rounded = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
         length = min(max(rounded, self._rules.least_length), self._rules.most_length)
-        arrays = window.block.entries(slice(window.start, window.start + window.size), 0, length)
+        arrays = self._slots.entries_in(window, length)
         states = {
             state.input: array if self._batched else array[0]
             for state, array in zip(self._growing, arrays, strict=True)

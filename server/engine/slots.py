@@ -22,7 +22,8 @@ from cohabit.server.scheduling.sequences import State
 class Slot:
     """A sequence's row in the memory of every growing state."""
 
-    block: "_Block"
+    block: int
+    """Index of the block that has the row. A reference would be part of a cycle, which keeps memory after an unload."""
     row: int
     length: int = 0
     """Number of written entries, including those of a request whose answer has not been written yet."""
@@ -59,7 +60,7 @@ class _Rows:
         return self.array[(rows, *[slice(None)] * (self.axis - 1), slice(start, end))]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Block:
     states: tuple[_Rows, ...]
     slots: list[Slot | None] = field(default_factory=list)
@@ -78,9 +79,12 @@ class _Block:
 class Window:
     """Adjacent rows that hold the slots of an execution."""
 
-    block: _Block
+    block: int
     start: int
     size: int
+
+    def has(self, slot: Slot) -> bool:
+        return slot.block == self.block and self.start <= slot.row < self.start + self.size
 
 
 class Slots:
@@ -108,26 +112,31 @@ class Slots:
 
     def nbytes(self, length: int) -> int:
         """Return the bytes of a slot with this number of entries."""
-        block = self._blocks[0] if self._blocks else self._add_block()
-        return sum(rows.nbytes(length) for rows in block.states)
+        if not self._blocks:
+            self._add_block()
+        return sum(rows.nbytes(length) for rows in self._blocks[0].states)
 
     def take(self) -> Slot:
         """Return a free slot without entries: the first of all."""
         with self._lock:
-            return self._take(lambda block, row: True)
+            return self._take(lambda slot: True)
 
     def release(self, slot: Slot) -> None:
         """Release a slot's memory. Its entries read as zeros from now on."""
         with self._lock:
-            slot.block.release(slot.row)
+            self._blocks[slot.block].release(slot.row)
 
     def is_held(self, slot: Slot) -> bool:
         """Whether a slot has not been released."""
-        return slot.block.slots[slot.row] is slot
+        return self._blocks[slot.block].slots[slot.row] is slot
 
     def entries(self, slot: Slot, start: int, end: int) -> list[Array]:
         """Return views of entries, [1, ...] for each growing state."""
-        return slot.block.entries(slice(slot.row, slot.row + 1), start, end)
+        return self._blocks[slot.block].entries(slice(slot.row, slot.row + 1), start, end)
+
+    def entries_in(self, window: Window, length: int) -> list[Array]:
+        """Return views of the first entries of a window's rows, for each growing state."""
+        return self._blocks[window.block].entries(slice(window.start, window.start + window.size), 0, length)
 
     def window(self, slots: Sequence[Slot], is_spare: Callable[[Slot], bool]) -> Window:
         """Return the smallest window of a planned size that holds the slots.
@@ -137,78 +146,82 @@ class Slots:
         """
         sizes = [size for size in self._batches if size >= len(slots)] or [len(slots)]
         first = min(slots, key=lambda slot: slot.row)
-        if all(slot.block is first.block and slot.row < first.row + sizes[0] for slot in slots):
-            return Window(first.block, first.row, sizes[0])
+        window = Window(first.block, first.row, sizes[0])
+        if all(map(window.has, slots)):
+            return window
         with self._lock:
-            window, free, others = self._least_moves(slots, sizes, is_spare)
-        rows = range(window.start, window.start + window.size)
-        outside = [slot for slot in slots if slot.block is not window.block or slot.row not in rows]
-        for slot, row in zip(outside, [*free, *others], strict=False):
-            other = window.block.slots[row]
+            window, rows = self._least_moves(slots, sizes, is_spare)
+        outside = [slot for slot in slots if not window.has(slot)]
+        for slot, row in zip(outside, rows, strict=False):
+            other = self._blocks[window.block].slots[row]
             if other is not None:
                 with self._lock:
-                    away = self._take(lambda block, row: block is not window.block or row not in rows)
+                    away = self._take(lambda slot: not window.has(slot))
                 self._move(other, away.block, away.row)
             self._move(slot, window.block, row)
         return window
 
     def _least_moves(
         self, slots: Sequence[Slot], sizes: Sequence[int], is_spare: Callable[[Slot], bool]
-    ) -> tuple[Window, list[int], list[int]]:
-        """Return a window, its free rows, and its rows whose slots may be moved away."""
-        blocks = {id(slot.block): slot.block for slot in slots}.values()
+    ) -> tuple[Window, list[int]]:
+        """Return a window, and its rows for slots outside of it: free ones, then those whose slots may be moved."""
         for only_spare in (True, False):
             for size in sizes:
-                found: list[tuple[int, Window, list[int], list[int]]] = []
-                for block in blocks:
-                    for start in range(len(block.slots)):
-                        rows = range(start, min(start + size, len(block.slots)))
-                        held = [(row, other) for row in rows if (other := block.slots[row]) is not None]
-                        free = [row for row in rows if block.slots[row] is None]
-                        others = [r for r, o in held if o not in slots and (not only_spare or is_spare(o))]
-                        outside = len(slots) - sum(other in slots for _, other in held)
+                found: list[tuple[int, Window, list[int]]] = []
+                for block in {slot.block for slot in slots}:
+                    held = self._blocks[block].slots
+                    for start in range(len(held)):
+                        window = Window(block, start, size)
+                        rows = {row: held[row] for row in range(start, min(start + size, len(held)))}
+                        free = [row for row, other in rows.items() if other is None]
+                        others = [
+                            row
+                            for row, other in rows.items()
+                            if other is not None and other not in slots and (not only_spare or is_spare(other))
+                        ]
+                        outside = sum(not window.has(slot) for slot in slots)
                         if outside <= len(free) + len(others):
                             moves = outside + max(outside - len(free), 0)
-                            found.append((moves, Window(block, start, size), free, others))
+                            found.append((moves, window, [*free, *others]))
                 if found:
                     return min(found, key=lambda one: one[0])[1:]
         raise AssertionError("a block has as many rows as the largest batch")
 
-    def _take(self, suits: Callable[[_Block, int], bool]) -> Slot:
+    def _take(self, suits: Callable[[Slot], bool]) -> Slot:
         """Return the first free slot that suits, in a new block if there is none."""
         free = (
-            (block, row)
-            for block in self._blocks
-            for row, slot in enumerate(block.slots)
-            if slot is None and suits(block, row)
+            slot
+            for block, each in enumerate(self._blocks)
+            for row, held in enumerate(each.slots)
+            if held is None and suits(slot := Slot(block, row))
         )
-        block, row = next(free, None) or (self._add_block(), 0)
-        slot = block.slots[row] = Slot(block, row)
+        slot = next(free, None) or Slot(self._add_block(), 0)
+        self._blocks[slot.block].slots[slot.row] = slot
         return slot
 
-    def _add_block(self) -> _Block:
+    def _add_block(self) -> int:
         """Add a block. Windows may extend beyond its last slot, over rows that stay zero."""
         rows = self._batches[-1]
         states = tuple(
             _Rows(tuple(size or self._most_length for size in shape), axis, dtype, 2 * rows - 1)
             for shape, axis, dtype in self._states
         )
-        block = _Block(states, [None] * rows)
-        self._blocks.append(block)
-        return block
+        self._blocks.append(_Block(states, [None] * rows))
+        return len(self._blocks) - 1
 
-    def _move(self, slot: Slot, block: _Block, row: int) -> None:
+    def _move(self, slot: Slot, block: int, row: int) -> None:
         """Move a slot to another row, unless another thread releases it meanwhile. Copies without the lock."""
+        target, source = self._blocks[block], self._blocks[slot.block]
         with self._lock:
-            block.slots[row] = slot
+            target.slots[row] = slot
         here, there = slice(slot.row, slot.row + 1), slice(row, row + 1)
-        before, after = slot.block.entries(here, 0, slot.length), block.entries(there, 0, slot.length)
-        for source, target in zip(before, after, strict=True):
-            target[...] = source
+        for before, after in zip(
+            source.entries(here, 0, slot.length), target.entries(there, 0, slot.length), strict=True
+        ):
+            after[...] = before
         with self._lock:
-            old, old_row = slot.block, slot.row
-            if old.slots[old_row] is slot:
+            if source.slots[slot.row] is slot:
+                source.release(slot.row)
                 slot.block, slot.row = block, row
-                old.release(old_row)
             else:
-                block.release(row)
+                target.release(row)

@@ -210,20 +210,19 @@ def attend_in_parts(model: FxModel) -> None:
         if node.target is not aten.scaled_dot_product_attention.default or len(node.args) > 4:
             continue
         query, keys, values, mask = (*node.args, node.kwargs.get("attn_mask"))[:4]
-        parts = _joined_parts(keys), _joined_parts(values)
-        if None in parts or mask is None or not node.kwargs.keys() <= {"attn_mask", "scale", "enable_gqa"}:
+        key_parts, value_parts = _joined_parts(keys), _joined_parts(values)
+        if key_parts is None or value_parts is None or mask is None:
             continue
-        shapes = [part.meta["val"].shape for part in (query, mask, *parts[0], *parts[1])]
-        dtypes = {part.meta["val"].dtype for part in (query, mask, *parts[0], *parts[1])}
-        if (
-            any(len(shape) != 4 for shape in shapes)
-            or len({str(shape[3]) for shape in (shapes[0], *shapes[2:])}) > 1
-        ):
+        operands = [part.meta["val"] for part in (query, mask, *key_parts, *value_parts)]
+        if not node.kwargs.keys() <= {"attn_mask", "scale", "enable_gqa"} or any(t.dim() != 4 for t in operands):
             continue
-        shared = str(shapes[0][1]) != str(shapes[2][1])
-        whole = str(mask.meta["val"].shape[3]) == str(keys.meta["val"].shape[2])
-        if whole and len(dtypes) == 1 and dtypes <= _FLASH_TYPES and not (shared and shapes[1][1] != 1):
-            (past_key, key), (past_value, value) = parts
+        alike = (
+            len({str(t.shape[3]) for t in (operands[0], *operands[2:])}) == len({t.dtype for t in operands}) == 1
+        )
+        whole = str(operands[1].shape[3]) == str(keys.meta["val"].shape[2])
+        shared = str(operands[0].shape[1]) != str(operands[2].shape[1])
+        if alike and whole and operands[0].dtype in _FLASH_TYPES and not (shared and operands[1].shape[1] != 1):
+            (past_key, key), (past_value, value) = key_parts, value_parts
             node.args = (query, past_key, past_value, key, value, mask, node.kwargs.get("scale"))
             node.target, node.kwargs = joined_attention, {}
     model.graph.eliminate_dead_code()
