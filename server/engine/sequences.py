@@ -15,7 +15,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.engine.slots import Slot, Slots
+from cohabit.server.engine.slots import StateSlot, StateSlots
 from cohabit.server.errors import InvalidRequest, Overloaded, SequenceLost
 from cohabit.server.ipc.model import Array, Inputs, ModelInfo
 from cohabit.server.ipc.request import Answer, Request, SequenceId, SequenceStep
@@ -90,7 +90,7 @@ class _Sequence:
     """States that do not grow, by input."""
     length: int
     """Number of entries of growing states."""
-    slot: Slot | None
+    slot: StateSlot | None
     """The growing states; None without any."""
     used_s: float = 0.0
     """When its last answer was written, by `time.monotonic`."""
@@ -129,7 +129,7 @@ class Sequences:
         self._rules = rules
         self._memory = memory
         self._growing = [state for state in rules.states if state.axis is not None]
-        self._slots = Slots(self._growing, rules.most_length, batches, memory.lock, batched=self._batched)
+        self._slots = StateSlots(self._growing, rules.most_length, batches, memory.lock, batched=self._batched)
         self._known: dict[SequenceId, _Sequence] = {}
         """Least recently used first."""
         self._under_way: dict[SequenceId, Request] = {}
@@ -226,7 +226,7 @@ class Sequences:
         }
         return states, [slot.row - window.start for slot in slots], window.size
 
-    def _is_spare(self, slot: Slot) -> bool:
+    def _is_spare(self, slot: StateSlot) -> bool:
         return any(known.slot is slot and known.is_spare for known in self._known.values())
 
     def _sequence_before(self, ticket: Ticket) -> _Sequence:
@@ -308,17 +308,17 @@ class Sequences:
                 array[...] = 0
             known.slot.length = known.length
 
-    def _write(self, slot: Slot, arrays: Sequence[Array], start: int, end: int) -> None:
+    def _write(self, slot: StateSlot, arrays: Sequence[Array], start: int, end: int) -> None:
         """Write entries of a slot."""
         for target, array in zip(self._slots.entries(slot, start, end), arrays, strict=True):
             target[...] = array
         slot.length = end
 
-    def _count(self, slot: Slot, nbytes: int) -> None:
+    def _count(self, slot: StateSlot, nbytes: int) -> None:
         slot.nbytes += nbytes
         self.nbytes += nbytes
 
-    def _release(self, slot: Slot | None) -> None:
+    def _release(self, slot: StateSlot | None) -> None:
         if slot is not None:
             self._slots.release(slot)
             self._count(slot, -slot.nbytes)
@@ -413,7 +413,7 @@ class Sequences:
         return np.full_like(control.off, sequence)
 
 
-def _slot(known: _Sequence) -> Slot:
+def _slot(known: _Sequence) -> StateSlot:
     """Return the slot of a sequence with growing states."""
     assert known.slot is not None
     return known.slot

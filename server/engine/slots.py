@@ -19,7 +19,7 @@ from cohabit.server.scheduling.sequences import State
 
 
 @dataclass(slots=True, eq=False)
-class Slot:
+class StateSlot:
     """A sequence's row in the memory of every growing state."""
 
     block: int
@@ -63,7 +63,7 @@ class _Rows:
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Block:
     states: tuple[_Rows, ...]
-    slots: list[Slot | None] = field(default_factory=list)
+    slots: list[StateSlot | None] = field(default_factory=list)
     """By row."""
 
     def entries(self, rows: slice, start: int, end: int) -> list[Array]:
@@ -76,18 +76,18 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SlotWindow:
     """Adjacent rows that hold the slots of an execution."""
 
     block: int
     start: int
     size: int
 
-    def has(self, slot: Slot) -> bool:
+    def has(self, slot: StateSlot) -> bool:
         return slot.block == self.block and self.start <= slot.row < self.start + self.size
 
 
-class Slots:
+class StateSlots:
     """The slots of one load of a model, in blocks of as many rows as its largest batch has.
 
     `lock` guards which row belongs to which slot. Only the compute lane's thread takes and moves slots, and reads and
@@ -116,29 +116,29 @@ class Slots:
             self._add_block()
         return sum(rows.nbytes(length) for rows in self._blocks[0].states)
 
-    def take(self) -> Slot:
+    def take(self) -> StateSlot:
         """Return a free slot without entries: the first of all."""
         with self._lock:
             return self._take(lambda slot: True)
 
-    def release(self, slot: Slot) -> None:
+    def release(self, slot: StateSlot) -> None:
         """Release a slot's memory. Its entries read as zeros from now on."""
         with self._lock:
             self._blocks[slot.block].release(slot.row)
 
-    def is_held(self, slot: Slot) -> bool:
+    def is_held(self, slot: StateSlot) -> bool:
         """Whether a slot has not been released."""
         return self._blocks[slot.block].slots[slot.row] is slot
 
-    def entries(self, slot: Slot, start: int, end: int) -> list[Array]:
+    def entries(self, slot: StateSlot, start: int, end: int) -> list[Array]:
         """Return views of entries, [1, ...] for each growing state."""
         return self._blocks[slot.block].entries(slice(slot.row, slot.row + 1), start, end)
 
-    def entries_in(self, window: Window, length: int) -> list[Array]:
+    def entries_in(self, window: SlotWindow, length: int) -> list[Array]:
         """Return views of the first entries of a window's rows, for each growing state."""
         return self._blocks[window.block].entries(slice(window.start, window.start + window.size), 0, length)
 
-    def window(self, slots: Sequence[Slot], is_spare: Callable[[Slot], bool]) -> Window:
+    def window(self, slots: Sequence[StateSlot], is_spare: Callable[[StateSlot], bool]) -> SlotWindow:
         """Return the smallest window of a planned size that holds the slots.
 
         Moves slots to rows that are free, or that have spare slots. Other slots move only if there is no window
@@ -146,7 +146,7 @@ class Slots:
         """
         sizes = [size for size in self._batches if size >= len(slots)] or [len(slots)]
         first = min(slots, key=lambda slot: slot.row)
-        window = Window(first.block, first.row, sizes[0])
+        window = SlotWindow(first.block, first.row, sizes[0])
         if all(map(window.has, slots)):
             return window
         with self._lock:
@@ -162,16 +162,16 @@ class Slots:
         return window
 
     def _least_moves(
-        self, slots: Sequence[Slot], sizes: Sequence[int], is_spare: Callable[[Slot], bool]
-    ) -> tuple[Window, list[int]]:
+        self, slots: Sequence[StateSlot], sizes: Sequence[int], is_spare: Callable[[StateSlot], bool]
+    ) -> tuple[SlotWindow, list[int]]:
         """Return a window, and its rows for slots outside of it: free ones, then those whose slots may be moved."""
         for only_spare in (True, False):
             for size in sizes:
-                found: list[tuple[int, Window, list[int]]] = []
+                found: list[tuple[int, SlotWindow, list[int]]] = []
                 for block in {slot.block for slot in slots}:
                     held = self._blocks[block].slots
                     for start in range(len(held)):
-                        window = Window(block, start, size)
+                        window = SlotWindow(block, start, size)
                         rows = {row: held[row] for row in range(start, min(start + size, len(held)))}
                         free = [row for row, other in rows.items() if other is None]
                         others = [
@@ -187,15 +187,15 @@ class Slots:
                     return min(found, key=lambda one: one[0])[1:]
         raise AssertionError("a block has as many rows as the largest batch")
 
-    def _take(self, suits: Callable[[Slot], bool]) -> Slot:
+    def _take(self, suits: Callable[[StateSlot], bool]) -> StateSlot:
         """Return the first free slot that suits, in a new block if there is none."""
         free = (
             slot
             for block, each in enumerate(self._blocks)
             for row, held in enumerate(each.slots)
-            if held is None and suits(slot := Slot(block, row))
+            if held is None and suits(slot := StateSlot(block, row))
         )
-        slot = next(free, None) or Slot(self._add_block(), 0)
+        slot = next(free, None) or StateSlot(self._add_block(), 0)
         self._blocks[slot.block].slots[slot.row] = slot
         return slot
 
@@ -209,7 +209,7 @@ class Slots:
         self._blocks.append(_Block(states, [None] * rows))
         return len(self._blocks) - 1
 
-    def _move(self, slot: Slot, block: int, row: int) -> None:
+    def _move(self, slot: StateSlot, block: int, row: int) -> None:
         """Move a slot to another row, unless another thread releases it meanwhile. Copies without the lock."""
         target, source = self._blocks[block], self._blocks[slot.block]
         with self._lock:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from cohabit.planner.shapes import Bucket, Dimension, DynamicShape
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine.sequences import StateMemory
-from cohabit.server.engine.slots import Slots
+from cohabit.server.engine.slots import StateSlots
 from cohabit.server.errors import InvalidRequest, Overloaded, RepositoryError, SequenceLost
 from cohabit.server.ipc.model import ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.request import Request, RequestedOutput, SequenceStep
@@ -484,7 +484,7 @@ def test_the_memory_of_slots_ends_with_their_load() -> None:
     assert rules is not None
     gc.disable()
     try:
-        slots = Slots(rules.states, 40, (1, 2), threading.RLock(), batched=True)
+        slots = StateSlots(rules.states, 40, (1, 2), threading.RLock(), batched=True)
         slots.take()
         block = weakref.ref(slots._blocks[0])
         del slots
