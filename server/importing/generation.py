@@ -66,10 +66,11 @@ class DecodingModule(nn.Module):
     number of tokens that layers with sliding attention see, all layers if the configuration names no kinds of layers.
     """
 
-    def __init__(self, model: nn.Module, window: int | None = None) -> None:
+    def __init__(self, model: Any, window: int | None = None) -> None:
         super().__init__()
         self.model = model
         self.window = window
+        self.has_kinds = bool(getattr(model.config.get_text_config(), "layer_types", None))
 
     def forward(self, input_ids: torch.Tensor, length: torch.Tensor, past: torch.Tensor) -> Tensors:
         count, entries = input_ids.shape[1], past.shape[3]
@@ -82,8 +83,7 @@ class DecodingModule(nn.Module):
             before = before & (torch.arange(entries) > places[:, :, None] - self.window)
             among = among & (steps > steps[:, None] - self.window)
             windowed = _added(torch.cat([before, among], 2))
-            has_kinds = bool(getattr(self.model.config.get_text_config(), "layer_types", None))
-            masks = {"full_attention": masks, _SLIDING: windowed} if has_kinds else windowed
+            masks = {"full_attention": masks, _SLIDING: windowed} if self.has_kinds else windowed
         cache = _Cache(past)
         outputs = self.model(
             input_ids=input_ids,
