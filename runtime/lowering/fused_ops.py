@@ -13,6 +13,9 @@ import torch
 
 from cohabit.runtime.lowering.packing import CONVOLUTION, CONVOLUTION_SUM, LINEAR, LINEAR_SUM
 
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""Returns the attention, and the logarithm of each query's sum of exponentials."""
+
 
 def conv1x1(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *activation: Any) -> torch.Tensor:
     """Return `activation(conv2d(x))`, channels last, given a weight packed for a linear layer."""
@@ -74,6 +77,38 @@ def short_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     return torch.bmm(torch.softmax(scores, -1), value3).view(query.shape)
 
 
+def joined_attention(
+    query: torch.Tensor,
+    past_key: torch.Tensor,
+    past_value: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Return attention to past and new keys as if they were joined, without a copy of them.
+
+    Queries are [batch, heads, length, size]; keys and values may have fewer heads, each for consecutive queries' heads.
+    The mask is added to scores: [batch, 1 or heads, length, past + new].
+    """
+    batch, heads, length, size = query.shape
+    groups = heads // key.shape[1]
+    if groups > 1:  # queries that share a head of keys are rows of one head
+        query = query.reshape(batch, key.shape[1], groups * length, size)
+        mask = mask.expand(-1, -1, groups, -1) if length == 1 else mask.repeat(1, 1, groups, 1)
+    past = past_key.shape[2]
+    result: torch.Tensor
+    result, weight = _FLASH(query, past_key, past_value, attn_mask=mask[..., :past], scale=scale)
+    own, own_weight = _FLASH(query, key, value, attn_mask=mask[..., past:], scale=scale)
+    # Both are means of values. Their weights are sums of exponentials, given as logarithms.
+    share = torch.sigmoid(own_weight - weight).unsqueeze(-1).to(result.dtype)
+    result = result.lerp_(own, share)
+    if groups > 1:
+        parts = result.view(batch, -1, groups, length, size).permute(0, 3, 1, 2, 4)
+        result = parts.reshape(batch, length, heads, size).transpose(1, 2)
+    return result
+
+
 def rows_of_tables(ids: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     """Return each column's ids as rows of tables stored one after the other. Raises IndexError as a table would."""
     if bool(((ids < 0) | (ids >= sizes)).any()):
@@ -121,6 +156,6 @@ PLAIN: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
 """The plain version of each fused op."""
 FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (
     *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel),
-    *(linear_transposed, rms_norm, rotate, short_attention, rows_of_tables),
+    *(linear_transposed, rms_norm, rotate, short_attention, joined_attention, rows_of_tables),
     *PLAIN,
 )

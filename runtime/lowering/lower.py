@@ -40,7 +40,7 @@ _INT8_BATCH: Final = 8
 """Batch for which weights in int8 are packed, whatever batches are planned."""
 _CHECKED_BATCHES = 2
 """Number of batch sizes that are traced at several shapes per bucket. Two suffice: torch specialises only batch 1."""
-_LOWERING = "24"
+_LOWERING = "25"
 """Version of lowering. It changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 

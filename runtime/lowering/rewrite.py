@@ -14,7 +14,12 @@ from torch import fx
 from cohabit.runtime.lowering.allowed_ops import is_assertion, is_random
 from cohabit.runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
-from cohabit.runtime.lowering.rewrites.attention import attend_plainly, join_projections, rotate_pairs
+from cohabit.runtime.lowering.rewrites.attention import (
+    attend_in_parts,
+    attend_plainly,
+    join_projections,
+    rotate_pairs,
+)
 from cohabit.runtime.lowering.rewrites.elementwise import drop_casts, use_gelu, use_rms_norm
 from cohabit.runtime.lowering.rewrites.in_place import work_in_place
 from cohabit.runtime.lowering.rewrites.padding import absorb_padding
@@ -97,6 +102,7 @@ def _steps(
             (join_tables,),
             (rotate_pairs,),
             (attend_plainly,),
+            (attend_in_parts,),
         )
         yield join_projections, slice_sizes(model, packed=True)[1]
     yield (leave_tables_on_host,)

@@ -63,13 +63,12 @@ class LoadedServable:
         self, tickets: Sequence[Ticket], on_recording: "OnRecording | None" = None
     ) -> Answer | Callable[[], Answer]:
         """Begin to execute requests together. For a model with sequences, keeps the states until they are settled."""
-        rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
+            rows = sum([ticket.request.batch for ticket in tickets])
             return self.servable.begin([ticket.request.inputs for ticket in tickets], rows, on_recording)
-        begun = self.servable.begin([self.sequences.inputs_of(tickets)], rows, on_recording)
-        answer = begun if isinstance(begun, Answer) else begun()
-        self.sequences.keep(tickets, answer.outputs)
-        return answer
+        return self.sequences.execute(
+            tickets, lambda inputs, rows: self.servable.execute([inputs], rows, on_recording)
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -5,29 +5,27 @@ a sequence's next state, which replaces the present one when the request's answe
 request leaves its sequence unchanged, wherever it fails.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakSet
 
 import numpy as np
+from msgspec.structs import replace
 
 from cohabit.planner.errors import format_bytes
+from cohabit.server.engine.slots import StateSlot, StateSlots
 from cohabit.server.errors import InvalidRequest, Overloaded, SequenceLost
 from cohabit.server.ipc.model import Array, Inputs, ModelInfo
-from cohabit.server.ipc.request import Request, SequenceId, SequenceStep
+from cohabit.server.ipc.request import Answer, Request, SequenceId, SequenceStep
 from cohabit.server.scheduling.queues import Ticket
 from cohabit.server.scheduling.sequences import Control, SequenceRules
 
 _OVERHEAD_BYTES = 1 << 10
 """Bytes counted for each sequence in addition to its states."""
-_INITIAL_CAPACITY = 16
-"""Initial capacity of a growing state, in entries."""
-_CAPACITY_STEP = 64
-"""Growing states are padded to a multiple of this, so that consecutive executions can share one buffer."""
+_LENGTH_STEP = 64
+"""Growing states are padded to a multiple of this: a GPU has a graph for each length."""
 _EVICTABLE_S = 1.0
 """Seconds without a request after which a sequence may be forgotten for the sake of others."""
 
@@ -57,15 +55,10 @@ class StateMemory:
             return sum(load.nbytes for load in self._loads)
 
     def has_room(self, nbytes: int) -> bool:
-        """Free what is gathered of idle models, then evict idle sequences, until `nbytes` are free.
-
-        Returns False if they do not suffice.
-        """
+        """Evict idle sequences until `nbytes` are free. Returns False if that does not suffice."""
         with self.lock:
             while self.used_bytes + nbytes > self.limit_bytes:
-                if nbytes > self.limit_bytes:
-                    return False
-                if not any(load.free_gathered() for load in self._loads) and not self._evict_one():
+                if nbytes > self.limit_bytes or not self._evict_one():
                     return False
             return True
 
@@ -92,26 +85,13 @@ class StateMemory:
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """A growing state of all rows, as gathered for the last execution.
-
-    In the next execution, most rows belong to the same sequences: only their new entries are copied.
-    """
-
-    memory: Array
-    """[rows, ...]: each row's entries, then zeros; unused rows keep their old contents."""
-    rows: list[tuple[object, int]]
-    """By row: the name of the sequence whose entries are in it, and their number."""
-
-
-@dataclass(slots=True)
 class _Sequence:
-    name: object
-    """Unique for each sequence, even if ids are reused. Under one name, growing states are only appended to."""
-    states: list[Array]
-    """Growing states have spare capacity."""
+    states: dict[str, Array]
+    """States that do not grow, by input."""
     length: int
     """Number of entries of growing states."""
+    slot: StateSlot | None
+    """The growing states; None without any."""
     used_s: float = 0.0
     """When its last answer was written, by `time.monotonic`."""
     is_spare: bool = False
@@ -119,7 +99,8 @@ class _Sequence:
 
     @property
     def nbytes(self) -> int:
-        return _OVERHEAD_BYTES + sum(array.nbytes for array in self.states)
+        """Bytes counted in addition to those of the slot."""
+        return _OVERHEAD_BYTES + sum(array.nbytes for array in self.states.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,21 +116,20 @@ class _Next:
 class Sequences:
     """The sequences of one load of a model. `StateMemory.lock` guards their table.
 
-    `enter` and `settle` are called by the event loop, at the beginning and the end of a sequence's turn; `in_rows`,
-    `inputs_of` and `keep` by the compute lane's thread, for an execution.
+    `enter` and `settle` are called by the event loop, at the beginning and the end of a sequence's turn; `in_rows` and
+    `execute` by the compute lane's thread.
     """
 
     def __init__(
         self, info: ModelInfo, rules: SequenceRules, memory: StateMemory, batches: Sequence[int] = ()
     ) -> None:
-        """`batches`: planned batch sizes, ascending. Growing states are gathered in one of these numbers of rows."""
+        """`batches`: planned batch sizes, ascending."""
         self._model = info.name
         self._batched = info.max_batch_size > 0
         self._rules = rules
         self._memory = memory
-        self._batches = batches
-        self._gathered: dict[str, _Gathered] = {}
-        """By input."""
+        self._growing = [state for state in rules.states if state.axis is not None]
+        self._slots = StateSlots(self._growing, rules.most_length, batches, memory.lock, batched=self._batched)
         self._known: dict[SequenceId, _Sequence] = {}
         """Least recently used first."""
         self._under_way: dict[SequenceId, Request] = {}
@@ -157,9 +137,9 @@ class Sequences:
         self._next: dict[SequenceId, _Next] = {}
         """Of executed requests whose answers are not written yet."""
         self._begun: dict[SequenceId, _Sequence] = {}
-        """What sequences with a prefix begin with, until the answer to their first request."""
+        """What sequences begin with, until the answer to their first request."""
         self.nbytes = 0
-        """Bytes counted for all these sequences, and for what is gathered of them."""
+        """Bytes counted for all these sequences."""
         memory.add(self)
 
     @property
@@ -179,7 +159,7 @@ class Sequences:
         with self._memory.lock:
             if self._under_way.get(step.id) is request:
                 del self._under_way[step.id]
-            self._begun.pop(step.id, None)
+            before = self._known.get(step.id), self._begun.pop(step.id, None)
             after = self._next.pop(step.id, None)
             if after is not None and not kept:
                 self.nbytes -= after.nbytes
@@ -188,35 +168,26 @@ class Sequences:
                 if after.sequence is not None:
                     after.sequence.used_s = self._memory.clock()
                     self._known[step.id] = after.sequence
-            if not self._known:
-                self.free_gathered()
+            now = self._known.get(step.id)
+            for one in before:
+                if one is not None and (now is None or one.slot is not now.slot):
+                    self._release(one.slot)
 
     def in_rows(self, tickets: Sequence[Ticket]) -> Sequence[Ticket]:
-        """Return the requests in another order: where possible, each in its sequence's row of the last execution."""
-        gathered = next(iter(self._gathered.values()), None)
-        if gathered is None or len(tickets) == 1:
-            return tickets
-        row_of = {name: row for row, (name, _) in enumerate(gathered.rows[: len(tickets)])}
-        placed: dict[int, Ticket] = {}
-        others: list[Ticket] = []
+        """Return the requests in the order of their sequences' slots, new ones last."""
         with self._memory.lock:
-            found = [self._known.get(_step(ticket.request).id) for ticket in tickets]
-        for ticket, known in zip(tickets, found, strict=True):
-            row = None if known is None else row_of.get(known.name)
-            if row is None:
-                others.append(ticket)
-            else:
-                placed[row] = ticket
-        return [placed[row] if row in placed else others.pop(0) for row in range(len(tickets))]
+            known = {ticket: self._known.get(_step(ticket.request).id) for ticket in tickets}
+        rows = {ticket: one.slot.row for ticket, one in known.items() if one is not None and one.slot is not None}
+        last = max(rows.values(), default=0) + 1
+        return sorted(tickets, key=lambda ticket: rows.get(ticket, last))
 
-    def inputs_of(self, tickets: Sequence[Ticket]) -> Inputs:
-        """Return the inputs of requests, with their sequences' states and the control inputs.
+    def execute(self, tickets: Sequence[Ticket], run: Callable[[Inputs, int], Answer]) -> Answer:
+        """Execute requests together, and keep the resulting states until they are settled.
 
-        They are valid until the next call. Raises InvalidRequest for an unknown sequence, and Overloaded if there is no
-        memory for a new one.
+        `run` gets inputs with states and control inputs, and their number of rows. Raises InvalidRequest for an unknown
+        sequence and for a state that would grow too far, and Overloaded if there is no memory.
         """
-        with self._memory.lock:
-            found = [self._sequence_before(ticket) for ticket in tickets]
+        found = [self._sequence_before(ticket) for ticket in tickets]
         parts: dict[str, list[Array]] = {}
         for ticket, known in zip(tickets, found, strict=True):
             for name, array in ticket.request.inputs.items():
@@ -224,102 +195,133 @@ class Sequences:
             for control in self._rules.controls:
                 own = self._control(control, _step(ticket.request), known.length)
                 parts.setdefault(control.input, []).append(own)
-            for state, array in zip(self._rules.states, known.states, strict=True):
-                parts.setdefault(state.input, []).append(array)
-        axes = {state.input: state.axis for state in self._rules.states if state.axis is not None}
-        return {
-            name: self._gather(name, axes[name], arrays, found)
-            if name in axes
-            else arrays[0]
-            if len(arrays) == 1
-            else np.concatenate(arrays)
+            for name, array in known.states.items():
+                parts.setdefault(name, []).append(array)
+        in_order = list(range(len(found)))
+        window, rows, size = self._window(found) if self._growing else ({}, in_order, 0)
+        order = in_order
+        if rows != in_order:  # rows of other sequences lie between: they are computed, and left out
+            order = [rows.index(row) if row in rows else 0 for row in range(size)]
+        inputs = {
+            name: arrays[0] if len(order) == 1 else np.concatenate([arrays[n] for n in order])
             for name, arrays in parts.items()
         }
+        answer = run(inputs | window, len(order))
+        if rows != in_order:
+            answer = replace(answer, outputs={name: array[rows] for name, array in answer.outputs.items()})
+        self._keep(tickets, found, answer.outputs)
+        return answer
+
+    def _window(self, found: Sequence[_Sequence]) -> tuple[dict[str, Array], list[int], int]:
+        """Return growing states by input, each sequence's row in them, and their number of rows."""
+        slots = [_slot(known) for known in found]
+        window = self._slots.window(slots, self._is_spare)
+        longest = max(known.length for known in found)
+        rounded = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+        length = min(max(rounded, self._rules.least_length), self._rules.most_length)
+        arrays = self._slots.entries_in(window, length)
+        states = {
+            state.input: array if self._batched else array[0]
+            for state, array in zip(self._growing, arrays, strict=True)
+        }
+        return states, [slot.row - window.start for slot in slots], window.size
+
+    def _is_spare(self, slot: StateSlot) -> bool:
+        return any(known.slot is slot and known.is_spare for known in self._known.values())
 
     def _sequence_before(self, ticket: Ticket) -> _Sequence:
         """Return a request's sequence before the request."""
         step = _step(ticket.request)
-        if not step.start:
-            return self._known_sequence(step.id, ticket.arrived_s)
+        with self._memory.lock:
+            if not step.start:
+                known = self._known_sequence(step.id, ticket.arrived_s)
+                self._clear(known)
+                return known
+            if (failed := self._begun.pop(step.id, None)) is not None:
+                self._release(failed.slot)
+            states = {state.input: state.initial for state in self._rules.states if state.axis is None}
+            begun = _Sequence(states, 0, self._slots.take() if self._growing else None)
+            self._begun[step.id] = begun
+            nbytes = begun.nbytes + (self._slots.nbytes(1) if self._growing else 0)
+            if step.id not in self._known and not self._memory.has_room(nbytes):
+                raise self._memory_full(nbytes)
         if step.prefix is not None:
-            known = self._begun[step.id] = self._with_prefix(*step.prefix)
-            return known
-        known = _Sequence(object(), [state.initial for state in self._rules.states], 0)
-        if step.id not in self._known and not self._memory.has_room(known.nbytes):
-            raise self._memory_full(known.nbytes)
-        return known
+            self._copy_prefix(begun, *step.prefix)
+        return begun
 
-    def _with_prefix(self, other: SequenceId, length: int) -> _Sequence:
-        """Return a sequence that begins with a copy of another one's first entries.
+    def _copy_prefix(self, begun: _Sequence, other: SequenceId, length: int) -> None:
+        """Let a sequence begin with a copy of another one's first entries.
 
         Raises SequenceLost if these are not known, and Overloaded if there is no memory for the copy.
         """
-        known = self._known.get(other)
-        growing = [(n, state.axis) for n, state in enumerate(self._rules.states) if state.axis is not None]
-        if known is None or known.length < length or len(growing) < len(self._rules.states):
-            raise SequenceLost(
-                f"model '{self._model}' does not know the first {length} entries of sequence {other}"
-            )
-        parts = [(_entries(known.states[n], axis, 0, length), axis) for n, axis in growing]
-        states = [self._with_capacity(part, axis, length, length + 1) for part, axis in parts]
-        begun = _Sequence(object(), states, length)
-        if not self._memory.has_room(begun.nbytes):
-            raise self._memory_full(begun.nbytes)
-        return begun
-
-    def _gather(self, name: str, axis: int, arrays: Sequence[Array], found: Sequence[_Sequence]) -> Array:
-        """Gather a growing state of all rows, padded, in the last execution's memory. Copies only new entries."""
-        whole = arrays if self._batched else [array[None] for array in arrays]
-        axis += not self._batched
-        rows = next((batch for batch in self._batches if batch >= len(whole)), len(whole))
-        longest = max(known.length for known in found)
-        rounded = -(-longest // _CAPACITY_STEP) * _CAPACITY_STEP
-        capacity = min(max(rounded, _CAPACITY_STEP, self._rules.least_length), self._rules.most_length)
-        shape = (rows, *whole[0].shape[1:axis], capacity, *whole[0].shape[axis + 1 :])
-        gathered = self._gathered.get(name)
-        if gathered is None or gathered.memory.shape != shape:
-            gathered = self._new_gathered(name, shape, whole[0].dtype)
-        for row, (array, known) in enumerate(zip(whole, found, strict=True)):
-            before, length = gathered.rows[row]
-            start, place = length if before is known.name else 0, gathered.memory[row : row + 1]
-            _entries(place, axis, start, known.length)[...] = _entries(array, axis, start, known.length)
-            _entries(place, axis, known.length, length)[...] = 0  # clear the row's previous sequence
-            gathered.rows[row] = known.name, known.length
-        return gathered.memory if self._batched else gathered.memory[0]
-
-    def _new_gathered(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Gathered:
-        """Replace the memory in which a growing state is gathered. Raises Overloaded if it does not fit."""
-        nbytes = math.prod(shape) * dtype.itemsize
+        lost = SequenceLost(f"model '{self._model}' does not know the first {length} entries of sequence {other}")
         with self._memory.lock:
-            if (before := self._gathered.pop(name, None)) is not None:
-                self.nbytes -= before.memory.nbytes
-            if not self._memory.has_room(nbytes):
-                raise self._memory_full(nbytes)
-            self.nbytes += nbytes
-            gathered = self._gathered[name] = _Gathered(np.zeros(shape, dtype), [(None, 0)] * shape[0])
-            return gathered
+            known = self._known.get(other)
+        if known is None or known.length < length or len(self._growing) < len(self._rules.states):
+            raise lost
+        source, target = _slot(known), _slot(begun)
+        self._write(target, self._slots.entries(source, 0, length), 0, length)
+        with self._memory.lock:
+            if not self._slots.is_held(source):
+                raise lost
+            added = self._slots.nbytes(length)
+            if not self._memory.has_room(added):
+                raise self._memory_full(added)
+            self._count(target, added)
+            begun.length = length
 
-    def keep(self, tickets: Sequence[Ticket], outputs: Mapping[str, Array]) -> None:
-        """Count the states that an execution of these requests returned, one row each, until `settle`: all or none.
-
-        Raises InvalidRequest for a state that would grow too far, and Overloaded if memory is full.
-        """
-        made: dict[SequenceId, _Sequence | None] = {}
-        for row, ticket in enumerate(tickets):
+    def _keep(self, tickets: Sequence[Ticket], found: Sequence[_Sequence], outputs: Mapping[str, Array]) -> None:
+        """Count the states that an execution of these requests returned, one row each, until `settle`: all or none."""
+        made: list[_Sequence | None] = []
+        for row, (ticket, before) in enumerate(zip(tickets, found, strict=True)):
             step = _step(ticket.request)
             own = {name: array[row : row + 1] if self._batched else array for name, array in outputs.items()}
-            before = self._begun.get(step.id) if step.start else self._known[step.id]
-            made[step.id] = None if step.end else self._sequence_after(step, before, own)
+            made.append(None if step.end else self._sequence_after(step, before, own))
+        kept = list[tuple[_Sequence, _Sequence, int]]()
         with self._memory.lock:
-            after = {id_: _Next(sequence, self._added_bytes(id_, sequence)) for id_, sequence in made.items()}
-            added = sum(each.nbytes for each in after.values())
+            ids = [_step(ticket.request).id for ticket in tickets]
+            fixed = [self._added_bytes(id_, after) for id_, after in zip(ids, made, strict=True)]
+            grown = [
+                0 if after is None or after.slot is None else self._slots.nbytes(after.length) - after.slot.nbytes
+                for after in made
+            ]
+            added = sum(fixed) + sum(grown)
             if added > 0 and not self._memory.has_room(added):
                 raise self._memory_full(added)
-            for ticket in tickets:
-                step = _step(ticket.request)
-                if self._under_way.get(step.id) is ticket.request:
-                    self._next[step.id] = after[step.id]
-                    self.nbytes += after[step.id].nbytes
+            for row, (ticket, before, after) in enumerate(zip(tickets, found, made, strict=True)):
+                if self._under_way.get(ids[row]) is ticket.request:
+                    self._next[ids[row]] = _Next(after, fixed[row])
+                    self.nbytes += fixed[row]
+                    if after is not None and after.slot is not None:
+                        self._count(after.slot, grown[row])
+                        kept.append((before, after, row))
+        for before, after, row in kept:
+            rows = [outputs[state.output][row : row + 1] for state in self._growing]
+            if not self._batched:
+                rows = [outputs[state.output][None] for state in self._growing]
+            self._write(_slot(after), rows, before.length, after.length)
+
+    def _clear(self, known: _Sequence) -> None:
+        """Clear the entries of a request whose answer was not written."""
+        if known.slot is not None and known.slot.length > known.length:
+            for array in self._slots.entries(known.slot, known.length, known.slot.length):
+                array[...] = 0
+            known.slot.length = known.length
+
+    def _write(self, slot: StateSlot, arrays: Sequence[Array], start: int, end: int) -> None:
+        """Write entries of a slot."""
+        for target, array in zip(self._slots.entries(slot, start, end), arrays, strict=True):
+            target[...] = array
+        slot.length = end
+
+    def _count(self, slot: StateSlot, nbytes: int) -> None:
+        slot.nbytes += nbytes
+        self.nbytes += nbytes
+
+    def _release(self, slot: StateSlot | None) -> None:
+        if slot is not None:
+            self._slots.release(slot)
+            self._count(slot, -slot.nbytes)
 
     def _added_bytes(self, id_: SequenceId, after: _Sequence | None) -> int:
         before = self._known.get(id_)
@@ -330,8 +332,7 @@ class Sequences:
         with self._memory.lock:
             if (known := self._known.pop(sequence, None)) is not None:
                 self.nbytes -= known.nbytes
-                if not self._known:
-                    self.free_gathered()
+                self._release(known.slot)
 
     def spare(self, sequence: SequenceId) -> None:
         """Keep a sequence only as long as nobody needs its memory."""
@@ -355,45 +356,18 @@ class Sequences:
         """Iterate over the sequences without a request under way, the least recently used first."""
         return (one for one in self._known.items() if one[0] not in self._under_way)
 
-    def free_gathered(self) -> bool:
-        """Free what is gathered, unless a request is under way. Returns whether there was anything. Under the lock."""
-        if self._under_way or not self._gathered:
-            return False
-        self.nbytes -= sum(gathered.memory.nbytes for gathered in self._gathered.values())
-        self._gathered = {}
-        return True
-
-    def _sequence_after(
-        self, step: SequenceStep, before: _Sequence | None, outputs: Mapping[str, Array]
-    ) -> _Sequence:
-        """Return a sequence after an execution. `before` stays valid; states with spare capacity are shared."""
-        length = 0 if before is None else before.length
-        states, longer = list[Array](), length
-        for index, state in enumerate(self._rules.states):
-            output = outputs[state.output]
-            if state.axis is None:
-                states.append(output.copy())  # a view would keep all rows of the execution in memory
-                continue
-            longer = length + output.shape[state.axis]
-            if longer > self._rules.most_length:
-                raise InvalidRequest(
-                    f"sequence {step.id} of model '{self._model}' has {length} entries, and {longer - length} more"
-                    f" would exceed the limit of {self._rules.most_length}; end the sequence"
-                )
-            array = state.initial if before is None else before.states[index]
-            array = self._with_capacity(array, state.axis, length, longer)
-            _entries(array, state.axis, length, longer)[...] = output
-            states.append(array)
-        return _Sequence(object() if before is None else before.name, states, longer)
-
-    def _with_capacity(self, array: Array, axis: int, length: int, longer: int) -> Array:
-        """Return a growing state with capacity for `longer` entries: `array` itself, or a larger copy."""
-        if array.shape[axis] >= longer:
-            return array
-        capacity = min(max(2 * length, longer, _INITIAL_CAPACITY), self._rules.most_length)
-        larger = np.empty((*array.shape[:axis], capacity, *array.shape[axis + 1 :]), array.dtype)
-        _entries(larger, axis, 0, length)[...] = _entries(array, axis, 0, length)
-        return larger
+    def _sequence_after(self, step: SequenceStep, before: _Sequence, outputs: Mapping[str, Array]) -> _Sequence:
+        """Return a sequence after an execution. `before` stays valid; both have the same slot."""
+        lengths = {outputs[state.output].shape[state.axis] for state in self._growing if state.axis is not None}
+        longer = before.length + max(lengths, default=0)
+        if self._growing and longer > self._rules.most_length:
+            raise InvalidRequest(
+                f"sequence {step.id} of model '{self._model}' has {before.length} entries, and"
+                f" {longer - before.length} more would exceed the limit of {self._rules.most_length}; end the sequence"
+            )
+        # Copies: a view would keep all rows of the execution in memory.
+        states = {state.input: outputs[state.output].copy() for state in self._rules.states if state.axis is None}
+        return _Sequence(states, longer, before.slot)
 
     def _known_sequence(self, sequence: SequenceId, arrived_s: float) -> _Sequence:
         known = self._known.get(sequence)
@@ -439,6 +413,12 @@ class Sequences:
         return np.full_like(control.off, sequence)
 
 
+def _slot(known: _Sequence) -> StateSlot:
+    """Return the slot of a sequence with growing states."""
+    assert known.slot is not None
+    return known.slot
+
+
 def first_inputs(rules: SequenceRules, inputs: Inputs) -> Inputs:
     """Return the inputs of a sequence of one request."""
     made = dict(inputs)
@@ -448,11 +428,6 @@ def first_inputs(rules: SequenceRules, inputs: Inputs) -> Inputs:
     return made | {
         control.input: control.off if control.kind == "length" else control.on for control in rules.controls
     }
-
-
-def _entries(array: Array, axis: int, start: int, end: int) -> Array:
-    """Return a view of some entries along an axis."""
-    return array[(slice(None),) * axis + (slice(start, end),)]
 
 
 def _step(request: Request) -> SequenceStep:

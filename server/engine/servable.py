@@ -165,13 +165,13 @@ class ProgramServable:
         with self._explaining(requests):
             begun = self.executor.begin(program, tensors, on_recording=on_recording)
         if isinstance(begun, Result):
-            return self._answer(begun, rows, tensors)
+            return self._answer(begun, rows, requests[0])
         wait = begun
 
         def finish() -> Answer:
             with self._explaining(requests):
                 result = wait()
-            return self._answer(result, rows, tensors)
+            return self._answer(result, rows, requests[0])
 
         return finish
 
@@ -189,11 +189,12 @@ class ProgramServable:
                 raise InvalidRequest(reason) from error
             raise
 
-    def _answer(self, result: Result, rows: int, tensors: Sequence[torch.Tensor]) -> Answer:
+    def _answer(self, result: Result, rows: int, inputs: Inputs) -> Answer:
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
+        borrowed = [inputs[name] for name in self._borrowed]
         outputs = {
-            p.name: self._own(array_of(t, own), tensors) for p, t in zip(self.outputs, result.outputs, strict=True)
+            p.name: _own(array_of(t, own), borrowed) for p, t in zip(self.outputs, result.outputs, strict=True)
         }
         timing = Timing(
             compute_s=result.latency_s,
@@ -256,12 +257,6 @@ class ProgramServable:
         tensor = torch.from_numpy(whole)
         return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
 
-    def _own(self, output: Array, tensors: Sequence[torch.Tensor]) -> Array:
-        """Return an output that no later execution overwrites."""
-        borrowed = (t for t, port in zip(tensors, self.inputs, strict=True) if port.name in self._borrowed)
-        shares = any(np.may_share_memory(output, array_of(tensor)) for tensor in borrowed)
-        return output.copy() if shares else output
-
     def _check(self, symbols: Mapping[str, int]) -> None:
         """Raise InvalidRequest for sizes that violate the program's export conditions.
 
@@ -295,6 +290,11 @@ def _tensor(arrays: Sequence[Array], port: Port, rows: int, shape: tuple[int, ..
         own[rows:] = own[rows - 1]
     tensor = torch.from_numpy(own)
     return tensor.view(port.dtype) if port.dtype is torch.bfloat16 else tensor
+
+
+def _own(output: Array, borrowed: Sequence[Array]) -> Array:
+    """Return an output that no later execution overwrites."""
+    return output.copy() if any(np.may_share_memory(output, array) for array in borrowed) else output
 
 
 def _joined(arrays: Sequence[Array]) -> Array:

@@ -7,6 +7,7 @@ after the last token, and the new tokens' keys and values. The server keeps thes
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ _USUAL_CONTEXT = 2048
 _FIRST_BUCKET, _BUCKETS_APART = 128, 4
 _LENGTHS = re.compile("window|chunk|original_max_position")
 """Settings of configurations that name a length at which attention changes."""
+_SLIDING = "sliding_attention"
 _MOST_DIFFERENCE = 1e-3
 _GENERATION = "generation_config.json"
 _MOST_TEMPLATE_BYTES = 1 << 20
@@ -60,29 +62,43 @@ def is_causal(written: dict[str, Any]) -> bool:
 class DecodingModule(nn.Module):
     """One decoding step.
 
-    `past` is [batch, layers x 2, heads, entries, size]; the first `length` entries of a row are valid.
+    `past` is [batch, layers x 2, heads, entries, size]; the first `length` entries of a row are valid. `window` is the
+    number of tokens that layers with sliding attention see, all layers if the configuration names no kinds of layers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any, window: int | None = None) -> None:
         super().__init__()
         self.model = model
+        self.window = window
+        self.has_kinds = bool(getattr(model.config.get_text_config(), "layer_types", None))
 
     def forward(self, input_ids: torch.Tensor, length: torch.Tensor, past: torch.Tensor) -> Tensors:
         count, entries = input_ids.shape[1], past.shape[3]
         steps = torch.arange(count)
+        places = length[:, None] + steps
         before = (torch.arange(entries) < length[:, None])[:, None].expand(-1, count, -1)
         among = (steps <= steps[:, None]).expand(input_ids.shape[0], -1, -1)
-        visible = torch.cat([before, among], 2)[:, None]
+        masks: Any = _added(torch.cat([before, among], 2))
+        if self.window is not None:
+            before = before & (torch.arange(entries) > places[:, :, None] - self.window)
+            among = among & (steps > steps[:, None] - self.window)
+            windowed = _added(torch.cat([before, among], 2))
+            masks = {"full_attention": masks, _SLIDING: windowed} if self.has_kinds else windowed
         cache = _Cache(past)
         outputs = self.model(
             input_ids=input_ids,
-            position_ids=length[:, None] + steps,
-            attention_mask=torch.where(visible, 0.0, torch.finfo(torch.float32).min),
+            position_ids=places,
+            attention_mask=masks,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
         )
         return {_LOGITS: outputs.logits[:, -1], _NEW: torch.stack(cache.new, 1)}
+
+
+def _added(visible: torch.Tensor) -> torch.Tensor:
+    """Return what is added to scores [batch, heads, tokens, entries] for a mask [batch, tokens, entries]."""
+    return torch.where(visible[:, None], 0.0, torch.finfo(torch.float32).min)
 
 
 class _Cache:
@@ -145,8 +161,9 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
     )
 
     # Steps must agree with whole texts up to the greatest length, or up to that of a window.
-    step = DecodingModule(model).eval()
-    most, said = _proven_length(step, inputs, max(context, _LEAST_PAST + 1))
+    windows = dict.fromkeys((_window_of(model.config.get_text_config()), None))
+    steps = [DecodingModule(model, window).eval() for window in windows]
+    step, most, said = _proven_length(steps, inputs, max(context, _LEAST_PAST + 1))
     notes = (*notes, *said)
 
     def examples(batch: int, seed: int) -> Tensors:
@@ -182,14 +199,17 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
     )
 
 
-def _proven_length(step: DecodingModule, inputs: Sequence[DeclaredInput], most: int) -> tuple[int, tuple[str, ...]]:
-    """Return the maximum length, up to `most`, at which steps agree with whole texts, and notes about it.
+def _proven_length(
+    steps: Sequence[DecodingModule], inputs: Sequence[DeclaredInput], most: int
+) -> tuple[DecodingModule, int, tuple[str, ...]]:
+    """Return a step, the maximum length, up to `most`, at which it agrees with whole texts, and notes about it.
 
     Attention windows, chunks of attention and rotations for long texts may depend on the padding and on the other texts
     of a batch. Tries `most`, and then the lengths that the configuration names. Raises ImportFailed if none is right.
     """
     reasons: list[str] = []
-    for length in (most, *_named_lengths(step.model.config, most)):
+    lengths = most, *_named_lengths(steps[0].model.config, most)
+    for length, step in product(lengths, steps):
         try:
             with torch.no_grad():
                 difference = _difference_from_whole_texts(step, inputs, length)
@@ -198,12 +218,19 @@ def _proven_length(step: DecodingModule, inputs: Sequence[DeclaredInput], most: 
             continue
         if difference <= _MOST_DIFFERENCE:
             if length == most:
-                return most, ()
-            return length, (f"sequences have at most {length} tokens, because {reasons[0]}",)
+                return step, most, ()
+            return step, length, (f"sequences have at most {length} tokens, because {reasons[0]}",)
         reasons.append(
             f"steps with a cache of {length} tokens differ from whole texts by {difference:.2g} of the largest logit"
         )
     raise ImportFailed(f"{reasons[0]}: its attention ignores the mask that it is given")
+
+
+def _window_of(config: Any) -> int | None:
+    """Return the number of tokens that layers with sliding attention see; None without such layers."""
+    window = getattr(config, "sliding_window", None)
+    has_kinds = getattr(config, "layer_types", None)
+    return window if isinstance(window, int) and (not has_kinds or _SLIDING in has_kinds) else None
 
 
 def _named_lengths(config: Any, most: int) -> list[int]:

@@ -39,7 +39,7 @@ ONE_LAYER = {"num_hidden_layers": 1}
 ARCHITECTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", LLAMA),
     "qwen": ("Qwen2Config", {**LLAMA, **ONE_LAYER}),
-    "mistral": ("MistralConfig", {**LLAMA, **ONE_LAYER, "sliding_window": None}),
+    "mistral": ("MistralConfig", {**LLAMA, **ONE_LAYER, "sliding_window": 40}),
     "gpt": (
         "GPT2Config",
         {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": CONTEXT},
@@ -339,6 +339,7 @@ def test_steps_that_differ_from_whole_texts_are_not_served(tmp_path: Path) -> No
     assert "differ from whole texts by" in subject.notes[0]
 
 
+WINDOWED = ["sliding_attention", "full_attention"]
 ROPE = {"type": "longrope", "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 
 
@@ -358,7 +359,8 @@ ROPE = {"type": "longrope", "rope_type": "longrope", "short_factor": [1.0] * 4, 
             {**LLAMA, "max_position_embeddings": 96, "original_max_position_embeddings": 48, "rope_scaling": ROPE},
             48,
         ),
-        ("MistralConfig", {**LLAMA, "sliding_window": 40}, 40),
+        ("MistralConfig", {**LLAMA, "sliding_window": 40}, CONTEXT),
+        ("Gemma3TextConfig", {**LLAMA, "head_dim": 8, "sliding_window": 40, "layer_types": WINDOWED}, CONTEXT),
         ("LlamaConfig", LLAMA, CONTEXT),
     ],
 )  # fmt: skip
@@ -376,7 +378,7 @@ def test_texts_are_at_most_as_long_as_steps_were_shown_to_be_right(
     assert subject.decoding is not None, subject.notes
     assert subject.most_tokens == most
     limited = [note for note in subject.notes if f"sequences have at most {most} tokens, because steps" in note]
-    assert bool(limited) == (kind != "LlamaConfig")
+    assert bool(limited) == (most < CONTEXT)
 
 
 def test_a_conversation_is_rendered_by_the_model_s_template(server: Running) -> None:

@@ -338,6 +338,49 @@ def test_a_key_that_something_else_reads_keeps_its_order(tmp_path: Path) -> None
     assert "rotate" not in targets_of(RotaryDecoder(10, other_reader=True), 10, tmp_path)
 
 
+class GrowingDecoder(nn.Module):
+    """One layer of attention to past and new keys, each of which serves several queries' heads."""
+
+    def __init__(self, heads: int, count: int, *, other_reader: bool = False) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(32, 8 * n) for n in (4, heads, heads))
+        self.times, self.count, self.other_reader = 4 // heads, count, other_reader
+
+    def forward(self, x: torch.Tensor, past: torch.Tensor, length: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).view(x.shape[0], self.count, -1, 8).transpose(1, 2) for p in (self.q, self.k, self.v))
+        before = (torch.arange(past.shape[3]) < length[:, None])[:, None].expand(-1, self.count, -1)
+        among = torch.ones(self.count, self.count, dtype=torch.bool).tril().expand(x.shape[0], -1, -1)
+        mask = torch.where(torch.cat([before, among], 2)[:, None], 0.0, torch.finfo(torch.float32).min)
+        keys, values = torch.cat([past[:, 0], k], 2), torch.cat([past[:, 1], v], 2)
+        whole = x.shape[0], 4, past.shape[3] + self.count, 8
+        shared = [t[:, :, None].expand(-1, -1, self.times, -1, -1).reshape(whole) for t in (keys, values)]
+        if self.times == 1:
+            shared = [keys, values]
+        y = functional.scaled_dot_product_attention(q, *shared, attn_mask=mask).transpose(1, 2).reshape(x.shape)
+        return y + keys.mean((1, 2, 3))[:, None, None] if self.other_reader else y
+
+
+@pytest.mark.parametrize(
+    ("heads", "count", "other_reader"), [(4, 1, False), (4, 3, False), (2, 1, False), (1, 5, False), (2, 3, True)]
+)
+def test_past_keys_are_attended_to_where_they_are(
+    heads: int, count: int, other_reader: bool, tmp_path: Path
+) -> None:
+    layer = GrowingDecoder(heads, count, other_reader=other_reader).eval()
+    draws = torch.Generator().manual_seed(0)
+    past = torch.randn(8, 6, heads, 40, 8, generator=draws)[2:4, 1:3, :, :24]  # a part of a larger tensor
+    length = torch.tensor([0, 7])
+    past[1, :, :, 7:] *= 1e6
+    given = {"x": torch.randn(2, count, 32, generator=draws), "past": past, "length": length}
+    lowered = models.lowered(layer, given, tmp_path, "growing", [2], options=Options(packed=True))
+    found = [op.target for op in lowered.graphs[Bucket(2)].ops]
+    assert ("joined_attention" in found) != other_reader
+    assert ("aten.scaled_dot_product_attention.default" in found) == other_reader
+    with opened(cpu, lowered) as bench, torch.no_grad():
+        (own,) = bench.executor.run(bench.program(resident_plan(bench.graph)), list(given.values())).outputs
+        torch.testing.assert_close(own, layer(**given), atol=1e-6, rtol=1e-5)
+
+
 def targets_of(layer: RotaryDecoder, length: int, folder: Path) -> list[str]:
     """The ops of a decoder's layer, whose answers are right at every budget."""
     lowered = models.lowered(

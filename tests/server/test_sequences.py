@@ -1,7 +1,11 @@
 """Sequences in the engine: the order and the batches of their requests, their states, and their configuration."""
 
 import asyncio
+import gc
+import mmap
 import random
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from msgspec.structs import replace
 from cohabit.planner.shapes import Bucket, Dimension, DynamicShape
 from cohabit.server.engine.compute_lane import ComputeLane
 from cohabit.server.engine.sequences import StateMemory
+from cohabit.server.engine.slots import StateSlots
 from cohabit.server.errors import InvalidRequest, Overloaded, RepositoryError, SequenceLost
 from cohabit.server.ipc.model import ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.request import Request, RequestedOutput, SequenceStep
@@ -101,7 +106,7 @@ async def test_a_sequence_continues_from_its_last_answer_that_was_written(seed: 
                 assert got in ("cancelled", expected)
         sequences = lane.sequences(KEY)
         assert sequences is not None
-        known = {key: float(one.states[0][0, 0]) for key, one in sequences._known.items()}
+        known = {key: float(one.states["before"][0, 0]) for key, one in sequences._known.items()}
         assert known == {key: value for key, value in state.items() if value is not None}
         assert sequences.nbytes == sum(one.nbytes for one in sequences._known.values())
         assert not sequences._under_way
@@ -359,13 +364,12 @@ def test_what_grows_and_who_is_told_must_agree(text: str, more: str, message: st
         rules_of(config(text, more), info, {"f": Path("f")})
 
 
-async def test_what_is_gathered_for_an_execution_takes_part_of_the_states_memory() -> None:
-    """It is given up for other models' sequences before any sequence is."""
+async def test_entries_count_by_pages_and_end_for_other_models_sequences() -> None:
     clock = Clock()
     rules = rules_of(config(GROWS, LENGTHS), GROWING, {})
     assert rules is not None
-    gathered_bytes, grown_bytes, plain_bytes = 2 * 40 * 4, 2 * 16 * 4 + 1024, 2 * 4 + 1024
-    memory = StateMemory(grown_bytes + plain_bytes, clock)
+    page, overhead = mmap.PAGESIZE, 1024
+    memory = StateMemory(page + 2 * overhead, clock)
     plain = rules_of(config(STATE + " max_sequence_idle_microseconds: 60000000"), WHOLE, {})
     lane = ComputeLane(Scheduler(64), state_memory=memory)
     lane.add(FakeServable(with_sequences(GROWING, rules), grown), ModelStatistics(), None, rules)
@@ -380,16 +384,18 @@ async def test_what_is_gathered_for_an_execution_takes_part_of_the_states_memory
 
         x = np.ones((1, 1), np.float32)
         await ask(Request(KEY, {"x": x}, 1, (RequestedOutput("y"),), sequence=SequenceStep(1, True, False)))
-        assert memory.used_bytes == gathered_bytes + grown_bytes
-        await ask(replace(request(2, start=True), model=ModelKey("n", 1)))
-        assert memory.used_bytes == grown_bytes + plain_bytes, "both go on"
+        assert memory.used_bytes == page + overhead
+        clock.now_s = 2.0
+        for sequence in (2, 3):
+            await ask(replace(request(sequence, start=True), model=ModelKey("n", 1)))
+        assert memory.used_bytes == 2 * (2 * 4 + overhead), "the growing one has ended"
     finally:
         assert await lane.stop()
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_growing_states_have_what_their_own_requests_have_added(seed: int) -> None:
-    """Sequences that come, go, fail and begin again, whatever is batched with them."""
+    """Sequences that come, go, fail and begin again, whatever is batched with them and wherever their slots are."""
     draws = random.Random(seed)
     rules = rules_of(config(GROWS, LENGTHS), GROWING, {})
     assert rules is not None
@@ -397,64 +403,91 @@ async def test_growing_states_have_what_their_own_requests_have_added(seed: int)
     info = with_sequences(GROWING, rules)
     assert ([t.name for t in info.inputs], info.dynamic.constraints, info.context) == (["x"], ("t <= 8",), 40)
 
-    def padded(**inputs: Any) -> dict[str, Any]:
-        if (inputs["x"] > 900).any():
+    def padded(x: Any, length: Any, past: Any) -> dict[str, Any]:
+        if (x > 900).any():
             raise InvalidRequest("a value is too large")
-        return grown(**inputs)
+        assert len(past) in (1, 2, 4)
+        assert past.base is not None
+        return grown(x=x, length=length, past=past[: len(x)])
 
-    servable = FakeServable(info, padded)
     lane = ComputeLane(Scheduler(64))
-    lane.add(servable, ModelStatistics(), None, rules)
+    predicted = {Bucket(n): 1e-4 * (1 + n / 8) for n in (1, 2, 4)}
+    servable = FakeServable(info, padded, predicted_s=predicted)
+    lane.add(servable, ModelStatistics(), Policy(batch_delay_s=1e-4), rules)
     lane.start()
     known: dict[int, list[float]] = {}
+    found = lane.sequences(KEY)
+    assert found is not None
 
-    def counted() -> bool:
-        """Whether all states, and what is gathered of them, are counted."""
-        found = lane.sequences(KEY)
-        assert found is not None
-        gathered = sum(each.memory.nbytes for each in found._gathered.values())
-        return found.nbytes == sum(sequence.nbytes for sequence in found._known.values()) + gathered
+    async def step(one: Request, fate: str) -> Any:
+        try:
+            answer = await lane.infer(one)
+        except InvalidRequest:
+            return InvalidRequest
+        lane.settle(one, kept=fate == "kept")
+        return answer.outputs["y"][0].tolist()
 
     try:
-        for _ in range(120):
-            sequence, start, end = draws.randrange(4), draws.random() < 0.2, draws.random() < 0.1
-            values = [float(draws.randint(1, 9)) for _ in range(draws.randint(1, 8))]
-            if faulty := draws.random() < 0.1:
-                values[0] = 1000.0
-            before = [] if start else known.get(sequence)
-            prefix = None
-            if start and draws.random() < 0.5:
-                other, length = draws.randrange(4), draws.randint(0, 40)
-                prefix = other + 1, length
-                before = known[other][:length] if length <= len(known.get(other, ())) and other in known else None
-            x = np.array([values], np.float32)
-            asked = Request(
-                KEY, {"x": x}, 1, (RequestedOutput("y"),), sequence=SequenceStep(sequence + 1, start, end, prefix)
-            )
-            fits = before is not None and (end or len(before) + len(values) <= 40)
-            if faulty or not fits:
-                with pytest.raises(InvalidRequest):
-                    await lane.infer(asked)
-                continue
-            answer = await lane.infer(asked)
-            lane.settle(asked, kept=True)
-            assert counted()
-            assert before is not None
-            after = before + values
-            assert answer.outputs["y"][0].tolist() == [sum(after), len(after)]
-            if end:
-                known.pop(sequence, None)
-            else:
-                known[sequence] = after
-        sequences = lane.sequences(KEY)
-        assert sequences is not None
-        assert sequences.count == len(known)
+        for _ in range(60):
+            chosen, count = draws.sample(range(1, 12), draws.randint(1, 4)), draws.choice([1, 1, 1, 3])
+            asked, expected = list[tuple[Request, str]](), list[Any]()
+            for sequence in chosen:
+                start, end = draws.random() < (0.1 if sequence in known else 0.9), draws.random() < 0.1
+                fate = draws.choices(["kept", "fails", "not written"], [18, 1, 2])[0]
+                values = [float(draws.randint(1, 9)) for _ in range(count)]
+                before = [] if start else known.get(sequence)
+                prefix = None
+                others = [other for other in known if other not in chosen]
+                if start and others and draws.random() < 0.5:
+                    prefix = draws.choice(others), draws.randint(0, 12)
+                    before = known[prefix[0]][: prefix[1]] if prefix[1] <= len(known[prefix[0]]) else None
+                x = np.array([[1000.0, *values[1:]] if fate == "fails" else values], np.float32)
+                turn = SequenceStep(sequence, start, end, prefix)
+                asked.append((Request(KEY, {"x": x}, 1, (RequestedOutput("y"),), (count,), sequence=turn), fate))
+                if before is None or fate == "fails" or not (end or len(before) + count <= 40):
+                    expected.append(InvalidRequest)
+                    continue
+                expected.append([sum(before + values), len(before) + count])
+                if fate == "kept" and end:
+                    known.pop(sequence, None)
+                elif fate == "kept":
+                    known[sequence] = before + values
+            lane.pause(KEY)  # so that they wait for one batch
+            tasks = [asyncio.create_task(step(*one)) for one in asked]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            lane.resume(KEY)
+            assert await asyncio.gather(*tasks) == expected
+            for sequence in draws.sample(sorted(known), min(len(known), 2)):
+                lane.end_sequence(KEY, sequence, spare=draws.random() < 0.7)
+            await asyncio.gather(*lane._ending_sequences)
+            known = {sequence: values for sequence, values in known.items() if sequence in found._known}
+            assert found.nbytes == sum(one.nbytes + one.slot.nbytes for one in found._known.values() if one.slot)
+        held = {id(slot) for block in found._slots._blocks for slot in block.slots if slot is not None}
+        assert held == {id(one.slot) for one in found._known.values()}
         for sequence, values in known.items():
-            state = sequences._known[sequence + 1]
-            assert state.states[0][0, 0, : state.length].tolist() == values
-        for sequence in range(4):
-            lane.end_sequence(KEY, sequence + 1)
+            slot = found._known[sequence].slot
+            assert slot is not None
+            assert found._slots.entries(slot, 0, len(values))[0][0, 0].tolist() == values
+        for sequence in known:
+            lane.end_sequence(KEY, sequence)
         await asyncio.gather(*lane._ending_sequences)
-        assert (sequences.count, sequences.nbytes) == (0, 0)
+        assert (found.count, found.nbytes) == (0, 0)
+        assert not any(block.states[0].array.any() for block in found._slots._blocks), "no memory is left"
     finally:
         assert await lane.stop()
+
+
+def test_the_memory_of_slots_ends_with_their_load() -> None:
+    """Without waiting for the garbage collector."""
+    rules = rules_of(config(GROWS, LENGTHS), GROWING, {})
+    assert rules is not None
+    gc.disable()
+    try:
+        slots = StateSlots(rules.states, 40, (1, 2), threading.RLock(), batched=True)
+        slots.take()
+        block = weakref.ref(slots._blocks[0])
+        del slots
+        assert block() is None
+    finally:
+        gc.enable()
