@@ -8,6 +8,8 @@ everything resident.
 import argparse
 import asyncio
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -185,17 +187,17 @@ async def _measured(example: Example, options: argparse.Namespace) -> dict[str, 
 
 
 def _ways(example: Example, folder: Path) -> list[Way]:
-    """Return the ways of serving. The first server makes the models, which the others find made."""
+    """Make the models, and return the ways of serving them."""
     models = folder / f"{example.folder}-models"
     path = f"PATH={Path(sys.executable).parent}:{os.environ['PATH']}"
     ours = ["env", path, f"MODELS={models}", "sh", str(EXAMPLES / example.folder / "run.sh"), *PORTS]
+    subprocess.run([*ours, "--print-config"], stdout=subprocess.DEVNULL, check=True)
     containers = []
     for entries in example.containers:
         repository = folder / f"{example.folder}-containers" / entries[0]
-        repository.mkdir(parents=True, exist_ok=True)
         for entry in entries:
-            if not (repository / entry).is_symlink():
-                (repository / entry).symlink_to(models / entry)
+            if not (repository / entry).exists():
+                shutil.copytree(models / entry, repository / entry, copy_function=os.link)
         command = [*cohabit(), "serve", str(repository), *PORTS, "--engine", "in-process", "--batch-sizes", "1"]
         command += ["--store", "file", "--layout", "resident", "--memory", "2GiB"]
         containers.append((command, [entry for entry in entries if entry in example.rates]))
