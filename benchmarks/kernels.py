@@ -18,7 +18,7 @@ from rich.progress import track
 from benchmarks.record import parser_of, publish, table_of
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.fused_ops import linear_transposed
-from cohabit.runtime.lowering.rewrites.linear_forms import cold_seconds, fastest
+from cohabit.runtime.lowering.rewrites.linear_forms import LayerShape, cold_seconds, fastest
 
 ROWS = (1, 8, 40, 128, 256)
 SIZES = ((64, 64), (256, 256), (256, 688), (512, 512), (384, 1536), (1536, 384), (768, 768), (1024, 4096))
@@ -77,7 +77,7 @@ def _compared(rows: int, inputs: int, outputs: int) -> tuple[str, dict[str, floa
     if find_spec("onnxruntime") is not None:
         calls["ONNX Runtime"] = [_onnx(x, w, bias) for w in weights]
     multiplications = rows * inputs * outputs
-    chosen = fastest(
+    shape = LayerShape(
         inputs,
         outputs,
         (rows,),
@@ -87,7 +87,7 @@ def _compared(rows: int, inputs: int, outputs: int) -> tuple[str, dict[str, floa
         packs=multiplications >= 1 << 20,
         threads=torch.get_num_threads(),
     )
-    return chosen, {form: cold_seconds(own, SECONDS) for form, own in calls.items()}
+    return fastest(shape), {form: cold_seconds(own, SECONDS) for form, own in calls.items()}
 
 
 def _onnx(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Call:

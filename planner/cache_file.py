@@ -1,4 +1,4 @@
-"""Cache files: each has a checksum over its content and is written atomically."""
+"""Cache files: each has a checksum over its content and is written atomically. The user's cache folder."""
 
 import hashlib
 import os
@@ -38,6 +38,30 @@ def read(path: Path) -> bytes:
     if raw != b"".join((_HEAD, digest, _MIDDLE, content, _TAIL)):
         raise FormatError(f"{path.name} is truncated or damaged: its checksum does not fit")
     return content
+
+
+def write_first(path: Path, content: bytes) -> bytes:
+    """Write a JSON document unless there is one; a damaged one is replaced. Returns the document that is there then.
+
+    Raises OSError, and FormatError if another process has just written a damaged one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = unfinished(path)
+    write(own, content)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        with suppress(FormatError):
+            return read(path)
+        os.replace(own, path)
+    finally:
+        own.unlink(missing_ok=True)
+    return read(path)
+
+
+def user_folder() -> Path:
+    """Return the folder for what all of this user's processes share."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit"
 
 
 @contextmanager

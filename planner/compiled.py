@@ -23,6 +23,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from cohabit.planner.cache_file import user_folder
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 INTERPRET = "COHABIT_INTERPRET"
@@ -88,7 +90,7 @@ def _is_cached() -> bool:
 def cache_folder() -> Path | None:
     """Return the cache folder of the current sources; None if no folder is writable."""
     name = _state_of_sources()
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cohabit" / "compiled"
+    user = user_folder() / "compiled"
     given = Path(os.environ.get("NUMBA_CACHE_DIR") or user) / name
     for folder in (given, user / name, _temporary_folder(name)):
         if folder is None:

@@ -24,7 +24,7 @@ from cohabit.runtime.lowering.fused_ops import (
     linear_transposed,
 )
 from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_shape_and_dtype
-from cohabit.runtime.lowering.rewrites.linear_forms import Form, fastest
+from cohabit.runtime.lowering.rewrites.linear_forms import Form, LayerShape, fastest
 
 aten = torch.ops.aten
 
@@ -301,16 +301,17 @@ class OneDnnKernels:
         packs = min(rows) * weight.numel() >= LEAST_MULTIPLICATIONS
         if not self._measures or weight.dtype is not torch.float32 or not weight.numel():
             return "packed" if packs else "plain"
-        return fastest(
-            weight.shape[1],
-            weight.shape[0],
-            tuple(sorted(set(rows))),
+        shape = LayerShape(
+            inputs=weight.shape[1],
+            outputs=weight.shape[0],
+            rows=tuple(sorted(set(rows))),
             has_bias=_bias(found.layer) is not None,
             fused=None if activation is None else (activation.name, activation.scalars, activation.algorithm),
             adds=found.total is not None,
             packs=packs,
             threads=torch.get_num_threads(),
         )
+        return fastest(shape)
 
     def _convolution(self, model: FxModel, found: LayerPattern) -> FusedCall:
         layer, residual = found.layer, found.residual

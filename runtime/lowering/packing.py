@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from cohabit.runtime.choices import chosen
 from cohabit.runtime.errors import UnsupportedModel
 
 _onednn: Any = torch.ops.mkldnn
@@ -133,14 +134,18 @@ def pack_convolution(weight: torch.Tensor, window: Window, sizes: Sequence[tuple
     """Pack a convolution's weight for images of these sizes (BCHW).
 
     If a weight's layout is not the one that a kernel expects, the kernel converts the weight in every call. If oneDNN
-    expects different layouts for these sizes, the layout with the least total time is chosen.
+    expects different layouts for these sizes, the layout with the least total time is chosen, once on a machine.
     """
-    candidates = convolution_layouts(weight, window, sizes)
+    candidates = {layout_of(packed): packed for packed in convolution_layouts(weight, window, sizes)}
 
-    def seconds(packed: torch.Tensor) -> float:
-        return sum(_seconds(partial(_convolve, packed, window, size)) for size in sizes)
+    def seconds(layout: str) -> float:
+        return sum(_seconds(partial(_convolve, candidates[layout], window, size)) for size in sizes)
 
-    return candidates[0] if len(candidates) == 1 else min(candidates, key=seconds)
+    layouts = list(candidates)
+    if len(layouts) == 1:
+        return candidates[layouts[0]]
+    question = ["convolution", weight.shape, str(weight.dtype), window, sizes]
+    return candidates[chosen(machine(), question, layouts, lambda: min(layouts, key=seconds))]
 
 
 def convolution_layouts(

@@ -1,43 +1,33 @@
 """`cohabit.budget`: keeps the tensors of a training loop within a byte budget.
 
-The loop runs eagerly. A dispatch mode intercepts its ops, forward, backward and optimizer: before an op, the storages
-that it reads are swapped in, and others are evicted to make room. So ops always read valid bytes, whatever the loop
-does. Evictions and prefetches follow the loop's recorded ops (`history.py`). Where the loop does something new, the
-least recently used storages are evicted, and swapped in on demand, as in the passive mode of Capuchin (ASPLOS 2020,
-section 4.2).
+The loop runs eagerly. What autograd saves and what the optimizers keep leaves memory (`saved.py`, `state.py`). Ops are
+seen, and whatever they read may leave (`seen/ops.py`), in the first steps of most loops, and where that is not enough.
 """
 
 import logging
 import os
 import tempfile
 import threading
-import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache, partial, reduce
-from operator import or_
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from cohabit.planner.errors import UnknownSearcher, format_bytes
 from cohabit.planner.memory import parse_share, parse_size
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
-from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
+from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import allocated_bytes, release_free_memory, resident_bytes
 from cohabit.runtime.training.copies.copying import CopyThread
 from cohabit.runtime.training.copies.spill import FileSpill, PinnedSpill, RamSpill
 from cohabit.runtime.training.copies.streams import CopyStreams, DeviceCopyThread
 from cohabit.runtime.training.first_step import FirstStep
-from cohabit.runtime.training.history import History
 from cohabit.runtime.training.interrupts import Interrupts
-from cohabit.runtime.training.outside import Pins, threads_in, watching
 from cohabit.runtime.training.owners import (
     Owner,
     device_of,
@@ -47,42 +37,24 @@ from cohabit.runtime.training.owners import (
     has_compiled,
     held_by_others,
     lasting,
-    rehome,
     state_tensors,
-    storages_of,
     tensors_of,
     unseen_module,
 )
 from cohabit.runtime.training.planning.planned import StepPlanner
-from cohabit.runtime.training.process_limit import ProcessLimit
 from cohabit.runtime.training.record import Record
-from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
-from cohabit.runtime.training.schema import OpSchema, result_bytes, schema_of
+from cohabit.runtime.training.seen.ops import SeenOps
+from cohabit.runtime.training.seen.outside import threads_in
+from cohabit.runtime.training.seen.residency import Residency
 from cohabit.runtime.training.state import OptimizerState, runs_in_parts
-from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, CopyWaits, Tracked, storage_nbytes, used_by
+from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, CopyWaits, storage_nbytes
 
 _log = logging.getLogger("cohabit.training")
 
-_WINDOW = 48
-"""Ops to look ahead."""
-_LOOK_EVERY = 8
-"""Ops between two lookaheads."""
-_MEASURE_EVERY = 32
-"""Ops between two measurements of the process, where the budget is its total."""
-_DIVIDE_EVERY = 1024
-"""Ops between two divisions of the total between tensors and the rest of the process."""
-_LEAST_SCRATCHED = 1 << 20
-"""Under a total, the scratch of ops on more bytes than these is measured."""
-_UNKNOWN_SCRATCH = 2
-"""Scratch of an op that has not been measured, over its arguments and results: oneDNN's convolutions take up to 1.9."""
 _TOTAL = " total"
 _UPDATED = 5
 """Bytes that an optimizer's step on the largest parameter takes, over those of the parameter: state and temporaries."""
-_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
-_BELOW_MODES = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.Python)
-_PART = 4
-"""Calls on lists of tensors are split into parts of at most 1/4 of the budget. Lookaheads stop once they need more."""
 
 
 def budget(
@@ -125,29 +97,6 @@ _GROWN = 8
 """The budget divided by this is what the process may grow between steps before freed memory is released."""
 _AS_MUCH = 0.95
 """Fraction of what a departed step saved: a step that saves as much is recorded instead."""
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """An op that is running, outside the lock. Its storages stay in memory, and room for its results is reserved."""
-
-    history: History
-    number: int
-    """Of its signature."""
-    schema: OpSchema
-    used: Sequence[Tracked]
-    reserved_bytes: int
-    """Expected bytes of its results and scratch."""
-    thread: int
-    before_bytes: int | None = None
-    """Resident memory of the process when it began; None if its scratch is not measured."""
-    growing: Sequence[torch.Tensor] = ()
-    """Uncounted small tensors that it may resize."""
-    made: list[Tracked] = field(default_factory=list)
-
-    @property
-    def needed_bytes(self) -> int:
-        return used_by(self.used) + self.reserved_bytes
 
 
 class Budget:
@@ -195,7 +144,6 @@ class Budget:
         self._given_bytes = limit_bytes
         self._limit_bytes: int | None = None
         """The budget, also after the context was left."""
-        self._process: ProcessLimit | None = None
         self._warned_bytes = 0
         self._device = device_of(tensors_of(self._owners))
         if self._is_total and self._device.type != "cpu":
@@ -205,16 +153,9 @@ class Budget:
             )
         self._residency = _residency(self._device, store, Path(folder or tempfile.gettempdir()))
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        """Notified when an op has ended, and when the context is left."""
-        self._running: list[_Running] = []
-        self._pins = Pins(self._residency)
         self._context = ExitStack()
-        self._mode: _Mode | None = None
-        """This thread's, while ops are seen."""
-        self._watching = ExitStack()
-        """What sees the ops and the reads of all threads."""
         self._interrupts = Interrupts()
+        self._seen = SeenOps(self._residency, self._lock, self._interrupts, self._share)
         self._reset_steps()
 
     def _reset_steps(self) -> None:
@@ -242,14 +183,14 @@ class Budget:
     @property
     def limit_bytes(self) -> int | None:
         """The budget; None until the first step has ended, if the budget is a share."""
-        if self._is_active and self._mode is not None:
+        if self._is_active and self.sees_ops:
             return None if self._residency.limit_bytes == NEVER else self._residency.limit_bytes
         return self._limit_bytes
 
     @property
     def used_bytes(self) -> int:
         """Bytes of the tensors in memory now."""
-        if self._mode is not None:
+        if self.sees_ops:
             return self._residency.used_bytes
         return self._saved.in_bytes + self._state_bytes() + self._record.beside()[0] if self._is_active else 0
 
@@ -282,6 +223,11 @@ class Budget:
         return max(self._saved.held_bytes, sum(state.held_bytes for state in self._states))
 
     @property
+    def sees_ops(self) -> bool:
+        """Whether ops are seen now, and whatever they read may leave memory."""
+        return self._seen.is_on
+
+    @property
     def planned_by(self) -> str | None:
         """Name of the searcher whose plan steps follow; None if what was saved first leaves first."""
         return None if self._saved.advice is None else self._saved.advice.searcher
@@ -289,7 +235,7 @@ class Budget:
     def __str__(self) -> str:
         if self.limit_bytes is None:
             return f"peak {format_bytes(self.peak_bytes)} of a first step without a limit"
-        moves = "what autograd and the optimizers own" if self._mode is None else "whatever ops read"
+        moves = "what autograd and the optimizers own" if not self.sees_ops else "whatever ops read"
         if self.planned_by is not None:
             moves += f", planned by {self.planned_by}"
         return (
@@ -373,12 +319,8 @@ class Budget:
         if self._given_bytes is None:
             return
         if self._is_total:
-            self._process = ProcessLimit(self._given_bytes)
-            self._process.divide(self._residency)
-            if not self._residency.limit_bytes:
-                raise self._process.exceeded()
-            self._residency.measure = partial(self._process.measure, self._residency)
-        elif self._mode is not None:
+            self._seen.limit_total(self._given_bytes)
+        elif self.sees_ops:
             self._residency.limit_bytes = self._limit_bytes = self._given_bytes
         else:
             self._saved.limit_bytes = self._limit_bytes = self._given_bytes
@@ -392,48 +334,26 @@ class Budget:
     # Whether ops are seen
 
     def _see_ops(self, tensors: list[torch.Tensor]) -> None:
-        """Enter the mode, in which whatever ops read may leave memory."""
+        """From now on, whatever ops read may leave memory."""
         kept = self._residency
         self._saved.owns([])  # which holds them
-        held = held_by_others(tensors)
-        rehome((tensor for tensor in tensors if tensor.device == self._device), held)
-        for storage in distinct_storages(tensors):
-            kept.adopt(storage, stays=id(storage) in held)
-        self._pins = self._watching.enter_context(watching(kept, self._lock))
-        kept.peak_bytes = kept.used_bytes
+        self._seen.enter(tensors, self._record, self._modes_before)
         kept.noted = self._note
         self._saved.nbytes_of = kept.nbytes_of
         self._own()
-        # Modes that the loop has entered inside the context stay above.
-        above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - self._modes_before)]
-        self._mode = _Mode(self)
-        self._mode.__enter__()  # type: ignore[no-untyped-call]
-        for mode in reversed(above):
-            _push_mode(mode)
 
     def _stop_seeing(self) -> None:
-        """Bring everything in, and leave the mode, whichever modes the loop has entered since."""
-        mode, self._mode = self._mode, None
-        if mode is None:
-            return
-        above = []
-        while (top := _pop_mode()) is not mode:
-            above.append(top)
-        _push_mode(mode)
-        mode.__exit__(None, None, None)
-        for other in reversed(above):
-            _push_mode(other)
+        """Bring everything in, and leave the mode."""
+        self._seen.leave()
         with self._lock:
-            self._residency.bring_all_in()
             self._residency.noted = lambda: None
             self._saved.nbytes_of = storage_nbytes
-        self._watching.close()
 
     def _thread_context(self) -> AbstractContextManager[Any]:
         """Return what a thread that starts inside the context runs in."""
         stack = ExitStack()
-        if self._is_active and self._mode is not None:
-            stack.enter_context(_Mode(self))
+        if self._is_active:
+            stack.enter_context(self._seen.of_thread())
         if self._is_active and self._optimizers:
             stack.enter_context(self._saved.hooks())
         return stack
@@ -496,7 +416,7 @@ class Budget:
 
     def _all_state_bytes(self) -> int:
         """Bytes of all optimizers' state, in memory or not."""
-        if self._mode is None and self._steps > 1:
+        if not self.sees_ops and self._steps > 1:
             return sum(state.total_bytes for state in self._states)
         found = [t for o in self._optimizers for values in o.state.values() for t in state_tensors(values)]
         return sum(t.nbytes for t in found if t.device == self._device and t.nbytes >= LEAST_BYTES)
@@ -511,7 +431,7 @@ class Budget:
         """An optimizer's step begins."""
         self._record.updating(True)
         self._saved.observe_end()
-        if self._mode is None:
+        if not self.sees_ops:
             return
         beside = self._residency.alive_bytes - self._saved.alive_bytes() - self._all_state_bytes()
         self._updating_bytes = max(self._updating_bytes, beside)
@@ -525,7 +445,7 @@ class Budget:
         """All optimizers have made a step; `whole_bytes` is the peak of the first one."""
         self._steps += 1
         departed_bytes = self._record.departed_bytes
-        if self._planner is not None and self._mode is None and self._limit_bytes is not None:
+        if self._planner is not None and not self.sees_ops and self._limit_bytes is not None:
             self._planner.step_ends(self._limit_bytes, self._updating_bytes)
         self._saved.end_step()
         over_bytes, self._saved.over_bytes = self._saved.over_bytes, 0
@@ -535,9 +455,9 @@ class Budget:
                 assert whole_bytes is not None
                 self._limit_bytes = int(self._share * self._whole_bytes(whole_bytes))
                 self._residency.peak_bytes = 0
-                if self._mode is not None:
+                if self.sees_ops:
                     self._residency.limit_bytes = self._limit_bytes
-            if self._mode is not None:
+            if self.sees_ops:
                 self._record.begin_recording()
                 return
             if self._record.is_recording:
@@ -548,7 +468,7 @@ class Budget:
                 self._residency.limit_bytes = self._limit_bytes or NEVER
             else:
                 self._move_only_saved()
-        elif self._mode is not None and self._record.is_recording:
+        elif self.sees_ops and self._record.is_recording:
             if self._record.finish_recording().most_saved < self._awaited_bytes:
                 self._record.begin_recording()
             elif self._can_move_only_saved():
@@ -558,7 +478,7 @@ class Budget:
                     "search='%s' is not used: more has to leave memory than what autograd and the optimizers own",
                     self._searcher,
                 )
-        elif self._mode is None:
+        elif not self.sees_ops:
             self._own()
             self._release_heap()
             if over_bytes > _TOLERATED * (self._limit_bytes or 0):
@@ -568,7 +488,7 @@ class Budget:
 
     def _whole_bytes(self, seen_bytes: int) -> int:
         """Return the peak of the first step: as seen, or as recorded and sampled."""
-        if self._mode is not None:
+        if self.sees_ops:
             return seen_bytes
         step = self._record.finish_recording()
         return step.height + self._all_state_bytes()
@@ -672,306 +592,10 @@ class Budget:
             format_bytes(self._saved.held_bytes),
         )
 
-    def run(
-        self, history: History, op: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run an op after swapping in the storages it reads; `history` is its thread's.
-
-        Raises MemoryExceeded, and the op's own errors.
-        """
-        if not all(map(_is_plain, types)):
-            return NotImplemented  # the subclass unwraps itself, and its inner tensors are dispatched here
-        try:
-            if not self._is_active or self._mode is None:  # in a thread that outlived the context
-                return op(*args, **kwargs)
-            if not isinstance(op, OpOverload):
-                raise UnsupportedModel(
-                    f"budget: {op} calls other functions from within torch, where no op can be seen"
-                )
-            schema = schema_of(op)
-            if schema.is_composite and self._mode is not None:
-                with _Mode(self, history):
-                    return op.decompose(*args, **kwargs)
-            run = self._run_view if schema.is_view else self._run_in_parts if schema.takes_lists else self._run
-            return run(history, op, schema, args, kwargs)
-        finally:
-            if self._interrupts.pending:
-                self._interrupts.deliver()
-
-    def _run_view(
-        self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run an op that reads no bytes. Evicted storages stay out."""
-        with self._lock:
-            used, sizes = self._used(history, schema, args, kwargs)
-            number = history.begin((op, *sizes))
-            self._residency.enter_stream()
-            with self._sized(used):
-                result = op(*args, **kwargs)
-            self._record_op(history, number, list(used), [])
-        return result
-
-    def _run(
-        self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        # Under the lock: swap in what it reads, and reserve room for its results. The op itself runs outside it.
-        with self._lock:
-            running = self._begin(history, op, schema, args, kwargs)
-        if running is None:
-            return op(*args, **kwargs)
-        try:
-            result = op(*args, **kwargs) if schema.is_trusted else self._run_seeing(history, op, args, kwargs)
-        except BaseException:
-            with self._lock:
-                self._end(running)
-            raise
-        with self._lock:
-            try:
-                if self._is_active:
-                    self._complete(running, result)
-            finally:
-                self._end(running)
-        return result
-
-    def _run_seeing(
-        self, history: History, op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run another library's op: the ops that it calls are seen, since it may read tensors of its closure."""
-        given = (value for argument in (*args, *kwargs.values()) for value in _flat(argument))
-        keys = reduce(or_, (torch._C._dispatch_keys(v) for v in given if isinstance(v, torch.Tensor)), _NO_KEYS)
-        if keys == _NO_KEYS:
-            return op(*args, **kwargs)
-        with _Mode(self, history):
-            return op.redispatch(keys & _BELOW_MODES, *args, **kwargs)
-
-    def _begin(
-        self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> _Running | None:
-        """Prepare an op. Returns None if the context was left meanwhile. Raises MemoryExceeded for an op too large."""
-        residency = self._residency
-        used, sizes = self._used(history, schema, args, kwargs)
-        number = history.begin((op, *sizes))
-        expected = history.made_bytes(number)
-        self._require(schema, used_by(used) + (expected or 0))
-        if expected is None and schema.makes_results and residency.limit_bytes != NEVER:
-            expected = result_bytes(op, args, kwargs)
-            if expected is None:  # data-dependent, or without a meta kernel: assume its largest argument's size
-                expected = max((tracked.nbytes for tracked in used), default=0)
-        expected = expected or 0
-        scratch, is_measured = 0, False
-        if self._process is not None and (op_bytes := used_by(used) + expected) > _LEAST_SCRATCHED:
-            known = history.scratch_bytes(number)
-            is_measured = known is None
-            scratch = _UNKNOWN_SCRATCH * op_bytes if known is None else known
-            self._require(schema, op_bytes + scratch, "up to " if is_measured else "")
-        running = _Running(history, number, schema, list(used), expected + scratch, threading.get_ident())
-        if schema.may_grow:
-            written = [value for key, value in (*enumerate(args), *kwargs.items()) if key in schema.written]
-            tensors = [tensor for value in written for tensor in (value if isinstance(value, list) else [value])]
-            running.growing = [t for t in tensors if t.layout is torch.strided and t.nbytes < LEAST_BYTES]
-
-        # It waits while ops of other threads leave too little room, holding nothing that they may need.
-        while self._needed_by_others() and self._needed_bytes() + running.needed_bytes > residency.limit_bytes:
-            self._changed.wait()
-        if not self._is_active:
-            return None
-
-        residency.enter_stream()
-        self._running.append(running)
-        for tracked, is_written in used.items():
-            tracked.uses += 1
-            if is_written:
-                residency.changed(tracked)
-        try:
-            allocated = residency.incoming_bytes(used) + running.reserved_bytes
-            residency.take_room(allocated)
-            for tracked in used:
-                residency.use(tracked)
-                if schema.outlives_call:
-                    residency.pin(tracked)
-        except BaseException:
-            running.reserved_bytes = 0
-            self._end(running)
-            raise
-        residency.reserved_bytes += running.reserved_bytes
-        if self._process is not None and is_measured:
-            release_free_memory()  # scratch in memory that was there already would not be seen
-            running.before_bytes = self._process.start_peak()
-        return running
-
-    def _needed_bytes(self) -> int:
-        return sum(running.needed_bytes for running in self._running)
-
-    def _needed_by_others(self) -> bool:
-        thread = threading.get_ident()
-        return any(running.thread != thread for running in self._running)
-
-    def _complete(self, running: _Running, result: Any) -> None:
-        """Track an op's results, and plan ahead."""
-        residency, schema = self._residency, running.schema
-        residency.enter_stream()
-        residency.reserved_bytes -= running.reserved_bytes
-        running.reserved_bytes = 0
-        if schema.makes_results:
-            running.made = self._made(result, running.used)
-        elif running.growing:
-            running.made = self._made(running.growing, running.used)
-        if self._process is not None and running.before_bytes is not None:
-            scratch = self._process.peak_bytes() - running.before_bytes - used_by(running.made)
-            running.history.set_scratch(running.number, max(scratch, 0))
-        if schema.written:
-            for tracked in running.used:
-                residency.resized(tracked)
-        self._record.note_op(schema.name)
-        residency.note_peak()
-        if not residency.make_room(0):
-            self._require(schema, used_by(running.used) + used_by(running.made))
-        self._record_op(running.history, running.number, running.used, running.made)
-
-    def _end(self, running: _Running) -> None:
-        self._residency.reserved_bytes -= running.reserved_bytes
-        self._running.remove(running)
-        for tracked in running.used:
-            tracked.uses -= 1
-        for tracked in running.made:
-            tracked.uses -= 1
-        self._changed.notify_all()
-
-    def _record_op(self, history: History, number: int, used: Sequence[Tracked], made: Sequence[Tracked]) -> None:
-        history.record(number, used, made)
-        if self._process is not None and history.position % _DIVIDE_EVERY == 0:
-            self._process.divide(self._residency)
-        elif self._process is not None and history.position % _MEASURE_EVERY == 0:
-            self._process.measure(self._residency, 0)
-        if history.position % _LOOK_EVERY == 0:
-            self._look_ahead(history)
-
-    def _run_in_parts(
-        self, history: History, op: OpOverload, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run an op that computes elements of tensor lists independently, on parts of the lists that fit."""
-        length = next((len(a) for a in (*args, *kwargs.values()) if isinstance(a, list | tuple)), 0)
-        lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and len(a) == length]
-        tensors = [[x for x in elements if isinstance(x, torch.Tensor)] for elements in zip(*lists, strict=True)]
-        sizes = [sum(x.nbytes for x in elements if x.layout is torch.strided) for elements in tensors]
-        most_bytes = self._residency.limit_bytes // _PART
-        if sum(sizes) <= most_bytes:
-            return self._run(history, op, schema, args, kwargs)
-        results: list[Any] = []
-        start = 0
-        while start < length:
-            end, nbytes = start + 1, sizes[start]
-            while end < length and nbytes + sizes[end] <= most_bytes:
-                nbytes += sizes[end]
-                end += 1
-
-            def part(key: int | str, value: Any, start: int = start, end: int = end) -> Any:
-                is_list = isinstance(value, list | tuple) and len(value) == length
-                return value[start:end] if is_list or key in schema.scalars else value
-
-            some_args = tuple(part(position, value) for position, value in enumerate(args))
-            some_kwargs = {name: part(name, value) for name, value in kwargs.items()}
-            result = self._run(history, op, schema, some_args, some_kwargs)
-            if isinstance(result, list | tuple):
-                results.extend(result)
-            start = end
-        return results if schema.makes_results else None
-
-    def _used(
-        self, history: History, schema: OpSchema, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[dict[Tracked, bool], list[Hashable]]:
-        """Return the distinct tracked storages of an op's arguments, with whether it may write them, and all sizes."""
-        self._pins.collect()
-        history.died(self._residency.collect_dead())
-        used: dict[Tracked, bool] = {}
-        sizes: list[Hashable] = []
-        for key, value in (*enumerate(args), *kwargs.items()):
-            if isinstance(value, torch.Tensor):
-                tensors: Sequence[Any] = (value,)
-            elif isinstance(value, list | tuple):
-                tensors = value
-            elif isinstance(value, torch.UntypedStorage):
-                if (tracked := self._residency.find(value)) is not None:
-                    used[tracked] = True
-                continue
-            else:
-                if isinstance(value, int | torch.dtype):
-                    sizes.append(value)
-                continue
-            is_written = key in schema.written or not schema.is_trusted
-            for tensor in tensors:
-                if not isinstance(tensor, torch.Tensor):
-                    if isinstance(tensor, int):
-                        sizes.append(tensor)
-                    continue
-                sizes.append(None if tensor.is_nested else tensor.shape)
-                sizes.append(tensor.dtype)
-                for storage in storages_of(tensor):
-                    if (tracked := self._residency.find(storage)) is not None:
-                        used[tracked] = is_written or used.get(tracked, False)
-        return used, sizes
-
-    def _made(self, result: Any, used: Sequence[Tracked]) -> list[Tracked]:
-        """Track an op's new storages, and mark them as in use."""
-        made: dict[Tracked, None] = {}
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, torch.Tensor):
-                for storage in storages_of(tensor):
-                    tracked = self._residency.track(storage)
-                    if tracked is not None and tracked not in made and tracked not in used:
-                        made[tracked] = None
-                        tracked.uses += 1
-        return list(made)
-
-    @contextmanager
-    def _sized(self, used: Iterable[Tracked]) -> Iterator[None]:
-        """Give evicted storages their size inside the block: views check the size, and read no bytes."""
-        sized = [tracked for tracked in used if tracked.is_out and tracked.copy is None]
-        try:
-            for tracked in sized:
-                self._residency.give_size(tracked)
-            yield
-        finally:
-            for tracked in sized:
-                self._residency.take_size(tracked)
-
-    def _require(self, schema: OpSchema, nbytes: int, about: str = "") -> None:
-        """Raise MemoryExceeded for an op that exceeds a given size. If the budget is a share, warn instead.
-
-        `about` says that the bytes are a guess.
-        """
-        limit_bytes = self._residency.limit_bytes
-        if nbytes <= limit_bytes:
-            return
-        needs = f"{schema.name}: the op needs {about}{format_bytes(nbytes)} ({nbytes} bytes) at once, the budget is"
-        if self._process is not None:
-            raise self._process.exceeded(f"{needs} {format_bytes(limit_bytes)}: ")
-        if self._share is None:
-            raise MemoryExceeded(f"{needs} {format_bytes(limit_bytes)}; raise it, or train with smaller batches")
-        if nbytes > self._warned_bytes:
-            self._warned_bytes = nbytes
-            _log.warning(
-                "%s %s, %.0f %% of the first step's peak", needs, format_bytes(limit_bytes), 100 * self._share
-            )
-
-    def _look_ahead(self, history: History) -> None:
-        """Start copies for a loop's next ops: writes that make room, then prefetches."""
-        limit_bytes = self._residency.limit_bytes
-        if limit_bytes == NEVER:
-            return
-        ahead = history.ahead(_WINDOW, limit_bytes // _PART)
-        if ahead is not None:
-            end_s = history.pace.wait_s(ahead.position, time.perf_counter())
-            self._residency.write_ahead(ahead.needed_bytes, end_s)
-            for tracked in ahead.wanted:
-                if not self._residency.prefetch(tracked):
-                    break
-
     def _restore(self) -> None:
         """Bring everything back in. Other threads' ops wait for that, and then run without the budget."""
         with self._lock:
-            process, self._process = self._process, None
-            self._residency.measure = None
+            self._seen.lift_total()
             self._limit_bytes = self.limit_bytes
             try:
                 if self._planner is not None:
@@ -982,35 +606,17 @@ class Budget:
                 self._residency.bring_all_in()
             finally:
                 self._is_active = False
-                self._changed.notify_all()
-                if process is not None:
-                    process.close()
 
     def _after_fork(self) -> None:
         """Continue in a forked process, which has no copy thread: swapped-in storages then stay in memory."""
         self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._running.clear()
-        self._process = self._residency.measure = self._limit_bytes = None
-        self._residency.after_fork()
+        self._limit_bytes = None
+        self._seen.after_fork(self._lock)
         self._saved.after_fork(self._lock)
         if self._planner is not None:
             self._planner.after_fork()
         for state in self._states:
             state.after_fork(self._lock)
-
-
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Intercepts the ops of one thread."""
-
-    def __init__(self, budget: Budget, history: History | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._run = partial(budget.run, history or History())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        return self._run(func, types, args, kwargs or {})
 
 
 _active: "weakref.WeakSet[Budget]" = weakref.WeakSet()
@@ -1032,16 +638,6 @@ def _residency(device: torch.device, store: Literal["ram", "file"], folder: Path
     if store == "ram":
         return Residency(device, PinnedSpill(), CopyStreams(device))
     return Residency(device, FileSpill(folder), DeviceCopyThread(device))
-
-
-def _flat(argument: Any) -> Sequence[Any]:
-    return argument if isinstance(argument, list | tuple) else (argument,)
-
-
-@cache
-def _is_plain(kind: type) -> bool:
-    """Whether torch dispatches ops on such tensors itself: the subclass does not override dispatch."""
-    return kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def _parsed(memory: int | str) -> tuple[float | None, int | None, bool]:

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.seen.residency import Residency
 
 _log = logging.getLogger("cohabit.training")
 

@@ -1,4 +1,4 @@
-"""What a step does, event by event: autograd packs or unpacks a storage, and other tensors take so many bytes beside.
+"""What a step does, event by event: autograd packs or unpacks a storage; bytes of the other tensors are noted.
 
 Steps repeat, so a recorded step tells at each event what memory the next ops need beside saved tensors, how high memory
 will rise, and what is unpacked next. A step that departs from the record goes on with estimates.

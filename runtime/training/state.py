@@ -258,7 +258,7 @@ class OptimizerState:
         self._deliver()
 
     def start(self, goal_bytes: int, bring_in: Callable[[Any], None]) -> None:
-        """Begin to move, between two steps: so many bytes are to be out then.
+        """Begin to move, between two steps, until `goal_bytes` are out.
 
         Storages may be out, under a mode: `bring_in` brings one in for good. They leave one after the other, so that
         there is no need to have all in memory at a time.
@@ -402,7 +402,7 @@ class OptimizerState:
         self._settle()
 
     def leave_for(self, goal_bytes: int) -> None:
-        """Make state leave until so many bytes are out, that of the parameters that are updated last first."""
+        """Make state leave until `goal_bytes` are out, that of the parameters that are updated last first."""
         for parameter in self._last_first():
             if self.out_bytes >= goal_bytes:
                 return

@@ -30,7 +30,7 @@ _LEAST_TOKENS = (1, 2)
 
 
 _FIXED_SIZE = re.compile(r"marked L\['(\w+)'\]\.size\(\)\[(\d+)\] as dynamic but .*?constant \((\d+)\)", re.DOTALL)
-"""torch.export's text for a dynamic dimension of which the module takes one size."""
+"""torch.export's text for a dynamic dimension whose size the module fixes."""
 
 
 class OneLengthOnly(ImportFailed):

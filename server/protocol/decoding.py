@@ -13,7 +13,7 @@ from cohabit.server.ipc.model import Array
 _BLOCK = 512
 """Tokens whose weights are added up together: the cumulative sum of all weights would take most of a step's time."""
 _BINS = 1 << 12
-"""Bins of tokens by weight, of which a nucleus sorts one."""
+"""Bins of tokens by weight. A nucleus sorts the tokens of one bin."""
 _NEAR = (4.0, 8.0, 12.0, 16.0)
 """Distances from the largest logit within which a nucleus is looked for first."""
 

@@ -102,3 +102,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(
         assert failing == "link", "a file that has a name needs no link"
     monkeypatch.setattr(os, failing, called)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.usefixtures("nameless")
+def test_of_two_first_writes_the_earlier_one_stays(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file.json"
+    assert cache_file.write_first(path, b"1") == b"1"
+    assert cache_file.write_first(path, b"2") == cache_file.read(path) == b"1"
+    path.write_bytes(b"cut")
+    assert cache_file.write_first(path, b"3") == cache_file.read(path) == b"3"
+    assert list(path.parent.iterdir()) == [path]

@@ -31,7 +31,7 @@ from cohabit.planner.memory import parse_size
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.training.copies.copying import CopyThread
 from cohabit.runtime.training.copies.spill import RamSpill
-from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.seen.residency import Residency
 from cohabit.runtime.training.tracked import LEAST_BYTES
 
 WIDTH, ROWS, STEPS = 96, 64, 4
@@ -696,7 +696,7 @@ def test_an_interrupt_at_any_op_leaves_what_one_of_eager_pytorch_leaves(moment: 
 
     net, optimizer = made()
     limits = cohabit.budget("50%", net, optimizer)
-    run, count = limits.run, 0
+    run, count = limits._seen.run, 0
 
     def interrupted(*args: Any) -> Any:
         nonlocal count
@@ -705,7 +705,7 @@ def test_an_interrupt_at_any_op_leaves_what_one_of_eager_pytorch_leaves(moment: 
             os.kill(os.getpid(), signal.SIGINT)
         return run(*args)
 
-    limits.run = interrupted  # type: ignore[method-assign]
+    limits._seen.run = interrupted  # type: ignore[method-assign]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -931,7 +931,7 @@ from contextlib import nullcontext
 from pathlib import Path
 import torch, cohabit
 from cohabit.runtime.heap import release_free_memory
-from cohabit.runtime.training.process_limit import ProcessLimit
+from cohabit.runtime.training.seen.process_limit import ProcessLimit
 
 peaks = []
 start_peak = ProcessLimit.start_peak

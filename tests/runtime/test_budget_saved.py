@@ -30,7 +30,7 @@ from cohabit.runtime.heap import release_free_memory, resident_bytes
 from cohabit.runtime.training.budget import Budget
 from cohabit.runtime.training.copies.copying import CopyThread
 from cohabit.runtime.training.copies.spill import FileSpill, RamSpill, capacity_for
-from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.seen.residency import Residency
 from cohabit.runtime.training.tracked import LEAST_BYTES, StorageCopy
 
 WIDTH, ROWS, STEPS = 128, 256, 5
@@ -94,7 +94,7 @@ def trained(
         return loop(net, optimizer), state_of(net, optimizer), None
     with cohabit.budget(memory, net, optimizer, store=store) as limits:
         losses = loop(net, optimizer)
-        assert limits._mode is None or limits.exceeded_bytes, "ops are seen only to hold what the loop holds"
+        assert not limits.sees_ops or limits.exceeded_bytes, "ops are seen only to hold what the loop holds"
     return losses, state_of(net, optimizer), limits
 
 
@@ -422,7 +422,7 @@ def test_after_a_step_that_exceeds_the_budget_ops_are_seen_and_hold_it(store: Li
         losses = []
         for number, rows in enumerate((ROWS, ROWS, ROWS, 4 * ROWS, 4 * ROWS, 4 * ROWS, ROWS)):
             if limits is not None and number == 4:
-                assert limits._mode is not None, "the step before it was four times the recorded one"
+                assert limits.sees_ops, "the step before it was four times the recorded one"
                 limits.reset_peak()
             losses.append(step(net, optimizer, torch.randn(rows, WIDTH, generator=generator)))
         return losses
@@ -522,7 +522,7 @@ def test_a_step_as_long_as_the_one_that_exceeded_the_budget_is_recorded_and_the_
             if len(modes) == 6:
                 limits.reset_peak()
             step(net, optimizer, torch.ones(rows, WIDTH))
-            modes.append(limits._mode is not None)
+            modes.append(limits.sees_ops)
         assert limits.exceeded_bytes > 0
         assert limits.peak_bytes <= 5 << 20
     assert modes == [True, False, False, True, True, False, False, False, False, False]
@@ -557,7 +557,7 @@ import torch
 from torch import nn
 import cohabit
 from cohabit.runtime.heap import release_free_memory
-from cohabit.runtime.training.process_limit import ProcessLimit
+from cohabit.runtime.training.seen.process_limit import ProcessLimit
 
 net = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)))
 optimizer, batch = torch.optim.SGD(net.parameters()), torch.ones(2048, 512)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cohabit
-from cohabit.runtime.training.process_limit import ProcessLimit
+from cohabit.runtime.training.seen.process_limit import ProcessLimit
 
 PATIENCE_S = 60.0
 KIB = 1 << 10

@@ -1,9 +1,10 @@
 """Functions that models spell out become one op, and what only resembles them stays as it is."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -129,7 +130,7 @@ def test_each_form_of_a_layer_is_right_at_every_budget(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
-    monkeypatch.setattr(fusion, "fastest", lambda *shape, **about: form)
+    monkeypatch.setattr(fusion, "fastest", lambda shape: form)
     torch.manual_seed(0)
     model = Layers().eval()
     lowered = models.lowered(
@@ -148,23 +149,83 @@ def test_each_form_of_a_layer_is_right_at_every_budget(
         assert torch.equal(found[0], found[1])
 
 
-def test_what_takes_long_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear_forms, "cold_seconds", lambda calls: pytest.fail("it was measured"))
-    about = {"has_bias": True, "fused": None, "adds": False, "threads": 1}
-    assert linear_forms.fastest.__wrapped__(4096, 4096, (64, 128), packs=True, **about) == "packed"
-    assert linear_forms.fastest.__wrapped__(4096, 4096, (64, 128), packs=False, **about) == "plain"
-
-
-def test_a_form_is_measured_once_per_shape() -> None:
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty table of forms, in use by this process until the end of the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     linear_forms.fastest.cache_clear()
-    about = {
-        "has_bias": True,
-        "fused": ("gelu", (), "none"),
-        "adds": False,
-        "packs": True,
-        "threads": torch.get_num_threads(),
-    }
-    forms = {linear_forms.fastest(64, 64, (1, 4), **about) for _ in range(2)}
-    assert len(forms) == 1
-    assert forms <= {"plain", "transposed", "packed"}
-    assert linear_forms.fastest.cache_info().misses == 1
+    yield tmp_path / "user" / "cohabit" / "choices"
+    linear_forms.fastest.cache_clear()
+
+
+SHAPE = linear_forms.LayerShape(
+    64, 48, (1, 4), has_bias=True, fused=("gelu", (), "none"), adds=False, packs=True, threads=1
+)
+
+
+def measured_as(form: linear_forms.Form) -> Callable[..., linear_forms.Form]:
+    """What measures a layer, and finds this form fastest."""
+    return lambda shape, timed: form
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_what_takes_long_is_not_measured(table: Path, packs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_forms, "_measured", lambda shape, timed: pytest.fail("it was measured"))
+    large = msgspec.structs.replace(SHAPE, inputs=4096, outputs=4096, rows=(64, 128), packs=packs)
+    assert linear_forms.fastest(large) == ("packed" if packs else "plain")
+
+
+def test_a_form_is_measured_once_per_shape_and_machine(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = linear_forms.fastest(SHAPE)
+    assert first in ("plain", "transposed", "packed")
+    linear_forms.fastest.cache_clear()  # as in another process
+    monkeypatch.setattr(linear_forms, "_measured", lambda shape, timed: pytest.fail("it was measured"))
+    assert linear_forms.fastest(SHAPE) == first
+
+
+def test_processes_that_measure_at_a_time_take_the_form_that_was_written_first(
+    table: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(shape: linear_forms.LayerShape, timed: Sequence[int]) -> linear_forms.Form:
+        monkeypatch.setattr(linear_forms, "_measured", measured_as("plain"))
+        assert linear_forms.fastest(SHAPE) == "plain"  # as another process, meanwhile
+        return "transposed"
+
+    monkeypatch.setattr(linear_forms, "_measured", measured)
+    assert linear_forms.fastest(SHAPE) == "plain"
+
+
+def test_a_damaged_form_is_measured_again_and_replaced(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_forms, "_measured", measured_as("plain"))
+    linear_forms.fastest(SHAPE)
+    (path,) = table.glob("*/*.json")
+    path.write_bytes(path.read_bytes()[:-3])
+    for form in ("transposed", "packed"):
+        linear_forms.fastest.cache_clear()
+        monkeypatch.setattr(linear_forms, "_measured", measured_as(form))
+        assert linear_forms.fastest(SHAPE) == "transposed"
+
+
+def test_without_a_place_for_the_table_each_process_measures(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table.parent.parent.write_text("a file where the folder should be")
+    for form in ("plain", "transposed"):
+        linear_forms.fastest.cache_clear()
+        monkeypatch.setattr(linear_forms, "_measured", measured_as(form))
+        assert linear_forms.fastest(SHAPE) == form
+
+
+def test_a_model_in_two_caches_has_the_same_weights(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the measurements come out the second time."""
+    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+    found = []
+    for form in ("transposed", "packed"):
+        linear_forms.fastest.cache_clear()
+        monkeypatch.setattr(linear_forms, "_measured", measured_as(form))
+        torch.manual_seed(0)
+        lowered = models.lowered(
+            Layers().eval(), {"x": torch.zeros(3, 5, 24)}, tmp_path / form, "m", [2], options=Options(packed=True)
+        )
+        found.append(lowered.weights_path.read_bytes())
+    assert found[0] == found[1]

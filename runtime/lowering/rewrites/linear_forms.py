@@ -1,4 +1,4 @@
-"""The fastest form of a linear layer on this machine, measured when a model is lowered.
+"""The fastest form of a linear layer on this machine, measured when the first model with such a layer is lowered.
 
 A layer can be computed from its weight as exported, from the transposed weight (a plain product, which needs no
 packing), or from a weight packed for oneDNN, in one kernel with the next activation function or sum. The fastest form
@@ -11,11 +11,13 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache, partial
-from typing import Final, Literal
+from functools import cache, partial
+from typing import Final, Literal, get_args
 
+import msgspec
 import torch
 
+from cohabit.runtime.choices import chosen
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.fused_ops import linear_transposed
 
@@ -39,39 +41,47 @@ Tail = Callable[[torch.Tensor], torch.Tensor]
 """Applies the op after a layer to the layer's result, which may be changed in place."""
 
 
-@lru_cache(maxsize=4096)
-def fastest(
-    inputs: int,
-    outputs: int,
-    rows: tuple[int, ...],
-    *,
-    has_bias: bool,
-    fused: tuple[str, tuple[float, ...], str] | None,
-    adds: bool,
-    packs: bool,
-    threads: int,
-) -> Form:
-    """Return the form with the least total time over the ascending `rows`; `packed` only if `packs`.
+class LayerShape(msgspec.Struct, frozen=True):
+    """What the times of a linear layer's forms depend on."""
 
-    `fused` is the activation function that the packed form includes, as oneDNN names it; `adds` says whether it adds a
-    residual. Layers of one shape are measured once per process.
-    """
-    timed = [number for number in rows if number * inputs * outputs <= _MOST_MULTIPLICATIONS]
+    inputs: int
+    outputs: int
+    rows: tuple[int, ...]
+    """Ascending."""
+    has_bias: bool
+    fused: tuple[str, tuple[float, ...], str] | None
+    """The activation function that the packed form includes, as oneDNN names it, with its arguments."""
+    adds: bool
+    """Whether the packed form adds a residual."""
+    packs: bool
+    """Whether the weight may be packed."""
+    threads: int
+
+
+@cache
+def fastest(shape: LayerShape) -> Form:
+    """Return the form with the least total time over the rows, which is measured once on a machine."""
+    timed = [number for number in shape.rows if number * shape.inputs * shape.outputs <= _MOST_MULTIPLICATIONS]
     if not timed:
-        return "packed" if packs else "plain"
+        return "packed" if shape.packs else "plain"
+    return chosen(packing.machine(), ["linear", shape], get_args(Form), partial(_measured, shape, timed))
+
+
+def _measured(shape: LayerShape, timed: Sequence[int]) -> Form:
+    inputs, outputs, fused = shape.inputs, shape.outputs, shape.fused
     # Few row counts, and enough weights that none stays in the cache.
     timed = timed[:: -(-len(timed) // _MOST_ROWS)]
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (4 * inputs * outputs)))
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(outputs, inputs, generator=generator) for _ in range(count)]
-    bias = torch.zeros(outputs) if has_bias else None
-    packed = [packing.pack_linear(weight, rows) for weight in weights] if packs else []
+    bias = torch.zeros(outputs) if shape.has_bias else None
+    packed = [packing.pack_linear(weight, shape.rows) for weight in weights] if shape.packs else []
     transposed = [weight.t().contiguous() for weight in weights]
     name, scalars, algorithm = fused or ("none", (), "")
     plain_s = transposed_s = packed_s = 0.0
     for number in timed:
         x, other = torch.randn(number, inputs, generator=generator), torch.zeros(number, outputs)
-        tail = _tail(fused, other if adds else None)
+        tail = _tail(fused, other if shape.adds else None)
 
         def by_plain(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
             return tail(torch.nn.functional.linear(x, weight, bias))
@@ -80,7 +90,7 @@ def fastest(
             return tail(linear_transposed(x, weight, bias))
 
         def by_onednn(weight: torch.Tensor, x: torch.Tensor = x, other: torch.Tensor = other) -> torch.Tensor:
-            if adds:
+            if shape.adds:
                 result: torch.Tensor = packing.LINEAR_SUM(x, other, weight, bias, "add")
             else:
                 result = packing.LINEAR(x, weight, bias, name, list(scalars), algorithm)
@@ -88,7 +98,7 @@ def fastest(
 
         plain_s += cold_seconds([partial(by_plain, weight) for weight in weights])
         transposed_s += cold_seconds([partial(by_transposed, weight) for weight in transposed])
-        packed_s += cold_seconds([partial(by_onednn, weight) for weight in packed]) if packs else math.inf
+        packed_s += cold_seconds([partial(by_onednn, weight) for weight in packed]) if packed else math.inf
     # Each form must clearly beat the one before it.
     best: Form = "transposed" if transposed_s <= _WORTH * plain_s else "plain"
     best_s = transposed_s if best == "transposed" else plain_s

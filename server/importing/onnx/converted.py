@@ -15,7 +15,7 @@ from cohabit.server.importing.onnx.registry import OPERATORS, NodeCall, OnnxNode
 from cohabit.server.importing.subject import Tensors, reason_of, with_signature
 
 _MOST_FLOATS = 8
-"""Floats that may be settings of an operator, such as the scales of a Resize, are at most so many."""
+"""Maximum number of floats that may be settings of an operator, such as the scales of a Resize."""
 
 
 class OnnxModule(nn.Module):

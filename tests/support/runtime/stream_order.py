@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohabit.runtime.training.schema import schema_of
+from cohabit.runtime.training.seen.schema import schema_of
 
 Clock = dict[int, int]
 """Per stream, the number of its pieces of work that come before."""

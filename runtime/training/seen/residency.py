@@ -38,7 +38,7 @@ class Residency:
         self.headroom_bytes = NEVER
         """If the budget is a total: bytes that may be allocated before the process's memory is measured again."""
         self.measure: Callable[[int], None] | None = None
-        """If the budget is a total: makes sure that the process may allocate so many bytes."""
+        """If the budget is a total: makes sure that the process may allocate a number of bytes."""
         self.alive_bytes = 0
         """Bytes of all counted storages, whether in memory or out."""
         self.noted: Callable[[], None] = lambda: None
