@@ -237,8 +237,12 @@ def _requests(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     ids = np.random.default_rng(0).integers(1_000, 30_000, (16, CHUNK))
     for entry in ("embedder", "reranker"):
-        rows = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
-        np.savez(folder / f"{entry}.npz", **rows)
+        np.savez(
+            folder / f"{entry}.npz",
+            input_ids=ids,
+            attention_mask=np.ones_like(ids),
+            token_type_ids=np.zeros_like(ids),
+        )
     return folder
 
 

@@ -41,7 +41,8 @@ class Residual(nn.Module):
         self.side = nn.Identity() if stride == 1 and inputs == outputs else conv(inputs, outputs, 1, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) + self.side(x)
+        found: Tensor = self.layers(x) + self.side(x)
+        return found
 
 
 def separable(inputs: int, outputs: int, stride: int) -> nn.Module:
@@ -87,7 +88,7 @@ class FaceDetector(nn.Module):
 
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         grids = [head(x).flatten(2) for head, x in zip(self.heads, self.pyramid(image), strict=True)]
-        found = torch.cat(grids, 2).transpose(1, 2).unflatten(2, (2, 15))
+        found = torch.cat(grids, 2).transpose(1, 2).reshape(image.shape[0], -1, 2, 15)
         return {"scores": found[..., 0].sigmoid(), "boxes": found[..., 1:5], "points": found[..., 5:]}
 
 

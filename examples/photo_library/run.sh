@@ -11,5 +11,5 @@ for name in clip_image clip_text face_detector face_embedder ocr_detector ocr_re
 done
 
 # Parameters that do not fit stream from the disk. Images of unanswered requests take up to --queue-memory. The size is
-# a budget for planning, which heaps exceed a little: 464 MiB stay below 512.
-exec cohabit serve "$models" --process-memory 464MiB --store file --queue-memory 48MiB --batch-sizes 1 "$@"
+# a budget for planning, which heaps exceed a little: 448 MiB stay below 512.
+exec cohabit serve "$models" --process-memory 448MiB --store file --queue-memory 48MiB --batch-sizes 1 "$@"

@@ -21,7 +21,7 @@ def ask(client: triton.InferenceServerClient, name: str, image: Array) -> dict[s
 
 
 def ask_models(client: triton.InferenceServerClient, models: Sequence[str], image: Array) -> dict[str, Array]:
-    outputs = {}
+    outputs: dict[str, Array] = {}
     for model in models:
         found = ask(client, model, image)
         image = found.pop("crop", image)
