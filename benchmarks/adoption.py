@@ -72,12 +72,12 @@ class Example:
 
 
 PHOTOS = {
-    "clip_image": 0.4,
-    "clip_text": 0.4,
-    "face_detector": 0.4,
-    "face_embedder": 0.6,
-    "ocr_detector": 0.4,
-    "ocr_recognizer": 0.8,
+    "clip_image": 0.2,
+    "clip_text": 0.2,
+    "face_detector": 0.2,
+    "face_embedder": 0.3,
+    "ocr_detector": 0.2,
+    "ocr_recognizer": 0.4,
 }
 SETS = {
     "photo-library": Example(
