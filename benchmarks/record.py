@@ -95,14 +95,18 @@ def record(name: str, title: str, module: str, sections: Sequence[str], folder: 
 def _shown(sections: Sequence[str]) -> list[str]:
     """Return the page's sections: without hidden tables, and without the captions and headings of nothing else."""
     shown = list[str]()
-    is_hidden = False
+    before_hidden = below_heading = False
+    """Whether a hidden table follows; whether anything is shown between here and the next heading."""
     for section in reversed(sections):
-        is_of_table = section.rstrip().endswith(":") or (section.startswith("#") and "\n" not in section.strip())
+        is_heading = section.startswith("#") and "\n" not in section.strip()
+        is_caption = section.rstrip().endswith(":")
         if isinstance(section, Table) and not section.shown:
-            is_hidden = True
-        elif not (is_of_table and is_hidden):
+            before_hidden = True
+        elif before_hidden and (is_caption or (is_heading and not below_heading)):
+            below_heading = below_heading and not is_heading
+        else:
             shown.append(section)
-            is_hidden = False
+            before_hidden, below_heading = False, not section.startswith("#")
     return shown[::-1]
 
 

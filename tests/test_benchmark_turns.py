@@ -52,3 +52,11 @@ def test_the_data_have_all_tables_and_the_page_those_that_are_shown(tmp_path: Pa
     assert page.endswith(f"## Time\n\nMedians.\n\n{shown}\nMore rows are in [data/speed.json](data/speed.json).\n")
     assert "Memory" not in page
     assert "Of each model" not in page
+
+
+def test_a_heading_is_shown_with_any_of_its_tables(tmp_path: Path) -> None:
+    hidden = markdown_table(["model", "MiB"], [["a", "7"]], shown=False)
+    shown = table_of([{"model": "a", "ms": "1.0"}])
+    sections = ["## First\n", hidden, shown, hidden, "## Second\n", hidden, "## Third\n", shown]
+    page = record("speed", "Speed", "benchmarks.speed", sections, tmp_path).read_text()
+    assert f"## First\n\n{shown}\n## Third\n\n{shown}\n" in page

@@ -46,6 +46,7 @@ _EXAMPLES = """examples:
   cohabit import ~/whisper-tiny --architecture WhisperEncoder
   cohabit import models/ranker.py:make_ranker --input features:FP32:-1,256
   cohabit import mypackage.models:make_ranker --input features:FP32:-1,256 --input categories:INT64:-1,4
+  cohabit import steps.py:crop --input image:FP32:-1,3,64,64 --input boxes:FP32:-1,4,4
   cohabit import sentence-transformers/all-MiniLM-L6-v2
   cohabit import detector.onnx --input images:FP32:-1,3,640,640
   cohabit import run.ckpt --key ema.model --factory mypackage.models:make_encoder --input tokens:INT64:-1,-1
@@ -72,7 +73,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="a Hugging Face model directory (config.json and safetensors), the hub's name of a model in the local"
         " Hugging Face cache (hf download NAME), an ONNX file or a folder with model.onnx, MODULE:FUNCTION or"
-        " FILE.py:FUNCTION that returns a torch.nn.Module, or a checkpoint of --factory",
+        " FILE.py:FUNCTION that returns a torch.nn.Module or is itself a function of tensors, or a checkpoint of"
+        " --factory",
     )
     parser.add_argument(
         "--factory",

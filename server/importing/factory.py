@@ -1,6 +1,7 @@
-"""Modules made by a user's function, with the weights of an optional checkpoint."""
+"""Modules made by a user's function, with the weights of an optional checkpoint; functions of tensors themselves."""
 
 import importlib
+import inspect
 import os
 import pickle
 import re
@@ -33,6 +34,8 @@ def from_factory(
 ) -> Subject:
     """Call `module:function`, load a checkpoint into the returned module, and find its inputs.
 
+    A function with required arguments is what is imported, as a step of an ensemble may be: these are its inputs.
+
     `key` leads to the state_dict in the checkpoint. Inputs are the declared ones, with dynamic dimensions other than
     the batch limited to `most`; or else the module's attribute `example_inputs`, tensors by name. Raises ImportFailed.
     """
@@ -54,7 +57,12 @@ def _made_by(factory: str) -> nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        made = _function(factory)()
+        function = _function(factory)
+        if _takes_arguments(function):
+            made: Any = nn.Module()
+            made.forward = function
+        else:
+            made = function()
     except ConfigError:
         raise
     except Exception as error:
@@ -69,12 +77,24 @@ def _made_by(factory: str) -> nn.Module:
     return made
 
 
-def _function(factory: str) -> Callable[[], Any]:
+def _takes_arguments(function: Callable[..., Any]) -> bool:
+    if not inspect.isfunction(function):  # a class is called without arguments
+        return False
+    named = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.default is inspect.Parameter.empty and p.kind in named for p in parameters)
+
+
+def _function(factory: str) -> Callable[..., Any]:
     """Return the object named by MODULE:FUNCTION or SCRIPT.py:FUNCTION. User code may raise any exception."""
     name, _, function = factory.rpartition(":")
     if name.endswith(".py"):
         return function_of_script(factory)
-    found: Callable[[], Any] = attrgetter(function)(importlib.import_module(name))
+    found: Callable[..., Any] = attrgetter(function)(importlib.import_module(name))
     return found
 
 

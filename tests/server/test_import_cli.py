@@ -261,6 +261,19 @@ def test_a_function_of_a_file_is_named_by_its_path(imported: Any) -> None:
     assert Path("models/make/1/model.pt2").is_file()
 
 
+def test_a_function_of_tensors_is_imported_with_its_arguments_as_inputs(imported: Any) -> None:
+    Path("steps.py").write_text(
+        "def blend(first, second, *, share=0.25):\n"
+        '    """Mix two images."""\n'
+        "    return {'mixed': share * first + (1 - share) * second}"
+    )
+    imported("steps.py:blend", "--input", "first:FP32:-1,3", "--input", "second:FP32:-1,3")
+    program = torch.export.load("models/blend/1/model.pt2")
+    first, second = torch.rand(2, 3), torch.rand(2, 3)
+    made = program.module()(first=first, second=second)
+    assert torch.equal(made["mixed"], 0.25 * first + 0.75 * second)
+
+
 def test_weights_in_8_bits_are_written_to_the_configuration_with_what_they_cost(
     imported: Any, refused_here: Any
 ) -> None:
