@@ -34,7 +34,7 @@ from tests.support.server.fake_kserve import serving_app
 pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-PAGE_LINES, FOLDER_LINES = 66, 170
+PAGE_LINES, FOLDER_LINES = 66, 180
 PORTS = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
 START_S, FIRST_START_S = 120.0, 900.0
 
