@@ -76,12 +76,14 @@ bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks an
 # Installs nothing: GPU_PYTHON is an interpreter with torch for CUDA, and packages that it lacks may lie in .wheels
 # (python -m pip install --target .wheels --only-binary :all: --python-version 3.12 msgspec, with that interpreter's
 # version). Without a GPU it says so and fails; the module itself exits 77.
-# GPU_STEPS="table2 copies" runs those steps only; each takes less than nine minutes. GPU_OUTPUT is where results go, by
-# default the folder that OUT names, where it is set.
+# Pieces take two minutes at most, the most wanted first; GPU_MINUTES is the time for all. GPU_STEPS="table2 copies" runs
+# those steps only. Rows of what is not measured again are kept. GPU_OUTPUT is where results go, by default the folder that
+# OUT names, where it is set.
 GPU_STEPS ?=
+GPU_MINUTES ?= 60
 GPU_OUTPUT ?= $(or $(OUT),docs/results)
-gpu-check:  ## On a machine with a GPU: its tests, then its benchmarks, step by step.
-	@PYTHONPATH="$(CURDIR):$(CURDIR)/.wheels$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu.run $(GPU_STEPS) --output "$(GPU_OUTPUT)"
+gpu-check:  ## On a machine with a GPU: its tests and benchmarks, piece by piece; GPU_MINUTES=12 limits the time.
+	@PYTHONPATH="$(CURDIR):$(CURDIR)/.wheels$${PYTHONPATH:+:$$PYTHONPATH}" $(GPU_PYTHON) -m benchmarks.gpu.run $(GPU_STEPS) --minutes $(GPU_MINUTES) --output "$(GPU_OUTPUT)"
 
 # Torch's real CUDA build over a stub of CUDA's libraries: what it does with memory, streams and captures is real, kernels
 # do nothing. Its environment takes 5 GB. cuDNN is switched off, and no values are compared.
@@ -101,7 +103,7 @@ $(GPU_VENV)/.ready: constraints.txt
 $(GPU_STUB): tests/support/runtime/cuda_stub.cpp $(GPU_VENV)/.ready
 	$(CXX) -std=c++17 -O2 -fPIC -shared -Wl,-soname,libcuda.so.1 -o $@ $< -I $(GPU_VENV)/lib/python3.*/site-packages/nvidia/cu13/include
 
-gpu-dry-run: $(GPU_STUB)  ## Without a GPU: its tests, and a cell of each of its benchmarks, on a stub of CUDA.
+gpu-dry-run: $(GPU_STUB)  ## Without a GPU: its tests, and the pieces that gpu-check begins with, on a stub of CUDA.
 	@PYTHONPATH="$(CURDIR)" LD_PRELOAD="$(abspath $(GPU_STUB))" $(GPU_VENV)/bin/python -m tests.support.runtime.gpu_dry_run
 
 format: $(READY)  ## Write the code as the linter wants it.

@@ -85,6 +85,9 @@ class ThrottledStore:
     def give_back(self, slot: Any) -> None:
         self._store.give_back(slot.slot)
 
+    def close(self) -> None:
+        self._store.close()
+
     def pay(self, nbytes: int, began_s: float) -> None:
         """Wait until a copy that began then would have ended."""
         self._free_s = max(self._free_s, began_s) + nbytes / self._bytes_per_s

@@ -82,6 +82,9 @@ class _TimedStore:
         assert isinstance(slot, _TimedSlot)
         self._store.give_back(slot.slot)
 
+    def close(self) -> None:
+        self._store.close()
+
 
 class _TimedSlot:
     def __init__(self, slot: SpillSlot, times: CopyTimes) -> None:

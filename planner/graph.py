@@ -74,13 +74,13 @@ class Op(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return aligned(self.scratch_bytes, SCRATCH_ALIGNMENT)
 
 
-class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True, weakref=True):
     """A model in one bucket. `ops` are in an executable order."""
 
     name: str
     batch: int
     weights: str
-    """Fingerprint of the parameters' weights file."""
+    """Fingerprint of the layout of the weights file: the same for models whose weights differ in their values only."""
     tensors: tuple[Tensor, ...]
     ops: tuple[Op, ...]
     outputs: tuple[int, ...]
@@ -99,6 +99,12 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
         """Hex SHA-256 of the graph's canonical JSON without its name, so that a model under two names is planned
         once."""
         return fingerprint(msgspec.structs.replace(self, name=""))
+
+    def named(self, name: str) -> "Graph":
+        """Return the graph of the same model under another name. It shares what was computed for this one."""
+        other = msgspec.structs.replace(self, name=name)
+        other.__dict__.update(self.__dict__)
+        return other
 
     @cached_property
     def parameters(self) -> tuple[int, ...]:

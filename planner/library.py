@@ -4,10 +4,12 @@ Unusable files (truncated, damaged, of another version) are logged and replaced.
 not stored.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import structs
@@ -213,9 +215,16 @@ def _usable_division(raw: bytes, key: str) -> _DivisionRecord:
     return record
 
 
+_checked: WeakValueDictionary[tuple[bytes, str, str], Plan] = WeakValueDictionary()
+"""Plans in use, by a digest of their files and the graph and profile that they were checked with."""
+
+
 def _usable_plan(raw: bytes, problem: Problem) -> Plan:
-    plan = cohabit.planner.plan.decode(raw)
-    check(problem.graph, problem.profile, plan)
+    key = hashlib.blake2b(raw).digest(), problem.graph.fingerprint, problem.profile.fingerprint
+    if (plan := _checked.get(key)) is None:
+        plan = cohabit.planner.plan.decode(raw)
+        check(problem.graph, problem.profile, plan)
+        _checked[key] = plan
     if plan.memory != problem.memory:
         raise FormatError(f"plan is for {plan.memory}, not {problem.memory}")
     if problem.residents is not None and plan.residents != problem.residents:

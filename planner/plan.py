@@ -117,7 +117,7 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.objective_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True, weakref=True):
     """One inference of a graph in a given memory."""
 
     graph: str

@@ -28,7 +28,7 @@ NOISY = 0.2
 """Limit on `Profile.noise`: noisier profiles were taken on a busy machine, and their times are estimates."""
 
 
-class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
+class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True, weakref=True):
     """Measured costs. `op_seconds[i]` belongs to `graph.ops[i]`."""
 
     graph: str

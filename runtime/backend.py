@@ -79,6 +79,21 @@ class ProgramRunner(Protocol[P_contra]):
         """
         ...
 
+    def launches_ahead(self, program: P_contra) -> bool:
+        """Whether `begin` would launch a program now, while the one that was begun before executes."""
+        ...
+
+    def begin(
+        self, program: P_contra, inputs: Sequence[torch.Tensor], *, on_recording: OnRecording | None = None
+    ) -> Result | Callable[[], Result]:
+        """Begin an inference as `run` does it. Returns its result if the inference has ended.
+
+        Otherwise the device goes on with it: the returned function waits for the result, and raises as `run` does. The
+        inputs may be overwritten at once. Another program can be begun before that call if it `launches_ahead`. Every
+        other method first waits for what was begun.
+        """
+        ...
+
     def capture(self, program: P_contra) -> Capture | None:
         """Return how a program is issued; None on devices without graphs, and before it is loaded. Any thread."""
         ...

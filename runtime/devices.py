@@ -55,8 +55,9 @@ def open_cuda(name: str, options: DeviceOptions) -> Backend:
         raise _unknown(name)
     if options.link_bandwidth_bytes_per_s is not None:
         raise DeviceError(f"the link of {name} is as fast as it is; --link-bandwidth is for the CPU")
-    from cohabit.runtime.cuda.backend import CudaBackend, default_limit_bytes
+    from cohabit.runtime.cuda.backend import CudaBackend
     from cohabit.runtime.cuda.driver import CudaDriver
+    from cohabit.runtime.stores.pinned import default_limit_bytes
 
     limit_bytes = default_limit_bytes(options.host_memory_bytes)
     return CudaBackend(CudaDriver.open(int(index or 0)), limit_bytes, verify_reads=options.verify_reads)

@@ -78,7 +78,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.engine": ({"server", "runtime", "planner.errors", "planner.shapes"}, {"msgspec", "numpy", "torch"}),
     "server.repository": ({"server", "runtime.lowering.archive_file"}, {"msgspec"}),
     "server.repository.cache": (
-        {"server", "runtime.lowering", "planner.cache_file", "planner.errors"},
+        {"server", "runtime.lowering", "runtime.pieces", "planner.cache_file", "planner.errors"},
         {"msgspec"},
     ),
     "server.deploy": ({"server", "runtime"} | WORDS | PREPARING, {"msgspec", "torch"}),
@@ -157,7 +157,7 @@ FOLDERS: dict[str, dict[str, set[str]]] = {
         "lowering": set(),
         "stores": {"lowering"},
         "binding": {"lowering"},
-        "shared_region": {"binding", "cpu", "cuda", "lowering"},
+        "shared_region": {"binding", "cpu", "cuda", "lowering", "stores"},
         "measure": {"binding", "lowering"},
         "tiling": {"lowering"},
         "cpu": {"binding", "lowering", "measure", "stores"},

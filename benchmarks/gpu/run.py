@@ -1,7 +1,8 @@
-"""`make gpu-check`: the tests marked `gpu`, then every GPU benchmark, or those steps that are named.
+"""`make gpu-check`: the tests marked `gpu` and every GPU benchmark, piece by piece, the most wanted first.
 
-Each step takes less than nine minutes, so that a machine that is lent for ten minutes at a time gets through one per
-call. Results are written as they come, one file per step. Exit status: 0 when everything ran and held, 1 when something
+A piece is a test file, or cells of a benchmark. Each takes two minutes at most and writes its results as they come, so
+that a machine that is lent for minutes is used up to the last: `GPU_MINUTES=12` says how many there are. A later call
+measures what is named again, and keeps the other rows. Exit status: 0 when everything ran and held, 1 when something
 did not, 77 where torch sees no CUDA device.
 
 Beside torch, the steps need numpy, scipy, numba and msgspec; the tests also pytest, hypothesis, psutil and rich, and
@@ -13,43 +14,49 @@ numpy, `COHABIT_INTERPRET=1` plans without it, slowly.
 import argparse
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.steps import STEP_S, with_log
-from benchmarks.record import RESULTS, record
+from benchmarks.gpu import copies, figure8, table2, tests
+from benchmarks.gpu.steps import LEAST_S, Step
+from benchmarks.record import RESULTS
 
 NO_GPU = 77
-TESTS = "tests"
-GPU_TESTS = tuple(
-    f"tests/runtime/test_{name}.py"
-    for name in (
-        *(
-            "budget_gpu",
-            "compute_lanes",
-            "cuda_constructs",
-            "cuda_gpu",
-            "dynamic_shapes",
-            "encoding",
-            "executor",
-            "fusion_probe",
-            "options",
-        ),
-        "sharing",
-    )
+PIECE_S = 120.0
+MINUTES = 60.0
+STEPS: dict[str, Step] = {module.STEP.name: module.STEP for module in (tests, table2, copies, figure8)}  # type: ignore[type-arg]
+with suppress(ImportError):  # the machine lacks a server's packages
+    from benchmarks.gpu import texts
+
+    STEPS[texts.STEP.name] = texts.STEP
+FIRST: tuple[tuple[str, str], ...] = (
+    (tests.STEP.name, "tests/runtime/test_budget_gpu.py"),
+    (tests.STEP.name, "tests/runtime/test_cuda_gpu.py"),
+    *((figure8.STEP.name, cell) for cell in ("resident, memory 100%", "partitioned in int8, memory 25%")),
+    *((figure8.STEP.name, f"partitioned{stored}, memory 50%") for stored in (" in int8", "")),
+    (figure8.STEP.name, "partitioned, memory 25%"),
+    ("texts", "150MiB"),
+    (table2.STEP.name, table2.cells()[0]),
+    (copies.STEP.name, copies.cells()[0]),
 )
-"""The files with tests marked `gpu`. Others import the server, whose packages the machine may lack."""
-STEPS = (TESTS, "table2", "copies", "figure8", "texts")
-"""In the order of what is most wanted."""
+"""Steps and cells that come before all others."""
+
+
+def pieces(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield steps and cells, the most wanted first."""
+    rest = ((name, cell) for name, step in STEPS.items() for cell in step.cells())
+    yield from dict.fromkeys(piece for piece in (*FIRST, *rest) if piece[0] in names)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.run", description=__doc__)
     parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(STEPS)} (default: all)")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of results (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=STEP_S, help="time for each step (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all (default: %(default)s)")
     options = parser.parse_args(argv)
     if unknown := set(options.steps) - set(STEPS):
         parser.error(f"no steps: {', '.join(sorted(unknown))}; there are {', '.join(STEPS)}")
@@ -59,34 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return NO_GPU
-    failed = [step for step in options.steps or STEPS if _run(step, options.output, options.seconds) != 0]
-    print(f"did not hold: {', '.join(failed)}" if failed else "everything held", file=sys.stderr)
+    end_s, failed = time.monotonic() + 60 * options.minutes, list[str]()
+    for name, cell in pieces(options.steps or list(STEPS)):
+        seconds = min(PIECE_S, end_s - time.monotonic())
+        if seconds < LEAST_S or _run(name, cell, options.output, seconds) != 0:
+            failed.append(f"{name}: {cell}")
+    print(f"did not hold: {'; '.join(failed)}" if failed else "everything held", file=sys.stderr)
     return 1 if failed else 0
 
 
-def _run(step: str, output: Path, seconds: float) -> int:
-    """Run a step in a process of its own, and return its exit status. Whatever happens to it, the next ones run."""
-    print(f"== {step}", flush=True)
-    if step != TESTS:
-        command = ["-m", f"benchmarks.gpu.{step}", "--output", str(output), "--seconds", str(seconds)]
-        return subprocess.run([sys.executable, *command], check=False).returncode
-    command = ["-X", "faulthandler", "-m", "pytest", "-m", "gpu", *GPU_TESTS, "-q", "--durations=10"]
-    # A machine that was lent may lack plugins that the project's settings name, and its libraries may warn.
-    command += ["-o", "addopts=-ra", "-W", "default", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
-    output.mkdir(parents=True, exist_ok=True)
-    log = output / "gpu-tests.log"
-    try:
-        with log.open("wb") as file:
-            status = subprocess.run(
-                [sys.executable, *command], timeout=seconds, check=False, stdout=file, stderr=file
-            ).returncode
-        ended = f"Ended with status {status}.\n"
-    except subprocess.TimeoutExpired:
-        status, ended = 1, f"The tests took longer than {seconds:.0f} s.\n"
-    print(f"{log.read_text(errors='replace')[-4000:]}\n{ended}")
-    record("gpu-tests", "Tests on a GPU", "benchmarks.gpu.run", [ended, with_log(log)], output)
-    log.unlink()
-    return status
+def _run(name: str, cell: str, output: Path, seconds: float) -> int:
+    """Measure a cell in a process of its own, and return its exit status. Whatever happens to it, the next ones run."""
+    print(f"== {name}: {cell}", flush=True)
+    command = ["-m", STEPS[name].module, "--output", str(output), "--seconds", str(seconds), "--cells", cell]
+    return subprocess.run([sys.executable, *command], check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A step of `make gpu-check`: cells that are measured in a process each, and one results file.
 
-A cell that crashes, hangs or takes too long costs itself only. While a step runs, its rows are kept in `gpu-STEP.jsonl`
-as they come, and what the processes print in `gpu-STEP.log`; after every cell `gpu-STEP.md` is rewritten. In the end
-`gpu-STEP.md` has all of it.
+A cell that crashes, hangs or takes too long costs itself only. Its rows are written to `gpu-STEP.new` as they come, and
+what the processes print to `gpu-STEP.log`. After every cell, its rows replace those of earlier runs in
+`data/gpu-STEP.jsonl`, and `gpu-STEP.md` is rewritten from all.
 """
 
 import argparse
@@ -52,8 +52,9 @@ class Step(Generic[Row]):
 
 
 class _Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line of the rows' file; each has one of these."""
+    """A line of the rows' file; each has one of the last three."""
 
+    cell: str
     device: str | None = None
     row: Any = None
     note: str | None = None
@@ -75,48 +76,67 @@ def main(step: Step[Any], argv: Sequence[str] | None = None) -> int:
 
 
 def rows_path(step: Step[Any], output: Path) -> Path:
-    return output / f"gpu-{step.name}.jsonl"
+    """Where the rows of all runs are."""
+    return output / "data" / f"gpu-{step.name}.jsonl"
+
+
+def new_path(step: Step[Any], output: Path) -> Path:
+    return output / f"gpu-{step.name}.new"
 
 
 def _measure_here(step: Step[Any], cell: str, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
-    device = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
-    with rows_path(step, output).open("ab", buffering=0) as file:
-        file.write(msgspec.json.encode(_Line(device=device)) + b"\n")
+    libraries = f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}"
+    device = f"{torch.cuda.get_device_name()}, {libraries}, {time.strftime('%Y-%m-%d', time.gmtime())}"
+    with new_path(step, output).open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(_Line(cell, device=device)) + b"\n")
         for found in step.measure(cell):
-            line = _Line(note=found) if isinstance(found, str) else _Line(row=found)
+            line = _Line(cell, note=found) if isinstance(found, str) else _Line(cell, row=found)
             file.write(msgspec.json.encode(line) + b"\n")
             print(found, flush=True)
 
 
 def _run(step: Step[Any], cells: Sequence[str], output: Path, end_s: float) -> int:
-    output.mkdir(parents=True, exist_ok=True)
-    path, log = rows_path(step, output), output / f"gpu-{step.name}.log"
-    path.unlink(missing_ok=True)
+    path, new, log = rows_path(step, output), new_path(step, output), output / f"gpu-{step.name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
     log.unlink(missing_ok=True)
     failures: list[str] = []
-    rows: list[Any] = []
+    measured = 0
     for number, cell in enumerate(cells):
         left_s = end_s - time.monotonic()
         if left_s < LEAST_S:
             failures.append(f"The time ran out: not measured are {', '.join(cells[number:])}.")
         else:
+            new.unlink(missing_ok=True)
             print(f"== {cell}: at most {min(step.cell_s, left_s):.0f} s", flush=True)
             failure = _in_process(step, cell, output, log, min(step.cell_s, left_s))
             failures += [] if failure is None else [f"{cell}: {failure}"]
+            measured += merge(path, cell, new)
         lines = [msgspec.json.decode(line, type=_Line) for line in _lines(path)]
         rows = [msgspec.convert(line.row, step.row) for line in lines if line.row is not None]
         notes = [line.note for line in lines if line.note is not None] + failures
         devices = dict.fromkeys(line.device for line in lines if line.device is not None)
         sections = [*(f"{device}.\n" for device in devices), *step.sections(rows, notes)]
-        sections += [_as_block("Rows", "json", b"\n".join(_lines(path))), with_log(log)]
+        sections += [with_log(log)]
         record(f"gpu-{step.name}", step.title, step.module, sections, output)
         if left_s < LEAST_S:
             break
-    path.unlink(missing_ok=True)
+    new.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
     print((output / f"gpu-{step.name}.md").read_text())
-    return 0 if rows and not failures else 1
+    return 0 if measured and not failures else 1
+
+
+def merge(path: Path, cell: str, new: Path) -> int:
+    """Replace the lines of a cell by new ones, if these have rows. Returns the number of new rows."""
+    found = _lines(new)
+    rows = sum(msgspec.json.decode(line, type=_Line).row is not None for line in found)
+    if rows:
+        kept = [line for line in _lines(path) if msgspec.json.decode(line, type=_Line).cell != cell]
+        whole = path.with_suffix(".whole")
+        whole.write_bytes(b"".join(line + b"\n" for line in [*kept, *found]))
+        whole.replace(path)
+    return rows
 
 
 def with_log(log: Path) -> str:

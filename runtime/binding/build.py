@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -19,15 +20,28 @@ from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import Destination, DeviceArena, HostStore
 
+_drafts: WeakValueDictionary[tuple[str, ...], Draft] = WeakValueDictionary()
+"""Drafts in use, by trace, graph, plan, profile and device."""
+
 
 def draft(lowered: Lowered, plan: Plan, profile: Profile | None, device: torch.device) -> Draft:
-    """Check a plan and draft it. Raises InvalidPlan, FingerprintMismatch or UnsupportedPlan."""
+    """Check a plan and draft it. Raises InvalidPlan, FingerprintMismatch or UnsupportedPlan.
+
+    Models that differ in the values of their weights only share drafts.
+    """
     buckets = {graph.fingerprint: bucket for bucket, graph in lowered.graphs.items()}
     bucket = buckets.get(plan.graph, lowered.buckets[0])
-    graph = lowered.graphs[bucket]
+    graph, trace = lowered.graphs[bucket], lowered.traces[bucket]
+    used = "" if profile is None else profile.fingerprint
+    key = trace.digest, graph.fingerprint, plan.fingerprint, used, str(device)
+    if trace.digest and (known := _drafts.get(key)) is not None:
+        return known
     check(graph, profile, plan)
     _require_served(graph, plan)
-    return Drafter(graph, lowered.traces[bucket], lowered.manifest, plan, device).draft(profile)
+    made = Drafter(graph, trace, lowered.manifest, plan, device).draft(profile)
+    if trace.digest:
+        _drafts[key] = made
+    return made
 
 
 def build(
@@ -40,17 +54,22 @@ def build(
 ) -> Program:
     """Check a plan and bind it. Raises the errors of `draft`, and MemoryExceeded."""
     drafted = draft(lowered, plan, profile, arena.device)
-    return bind(drafted, _offloaded(drafted, store), arena, bases, store)
+    graph = lowered.graphs[drafted.graph.bucket]
+    return bind(drafted, graph, _offloaded(drafted, store), arena, bases, store)
 
 
 def bind(
     drafted: Draft,
+    graph: Graph,
     of_tensor: Mapping[int, OffloadedTensor],
     arena: DeviceArena[Destination],
     bases: Bases,
     store: HostStore[Destination],
 ) -> Program:
-    """Bind a draft to addresses. `of_tensor` has its spilled tensors, by tensor id. Raises MemoryExceeded."""
+    """Bind a draft to the addresses of the model with this graph. Raises MemoryExceeded.
+
+    `of_tensor` has its spilled tensors, by tensor id.
+    """
     offloaded = tuple(of_tensor.values())
     statics: list[Any] = []
     for static in drafted.statics:
@@ -78,7 +97,8 @@ def bind(
         return replace(step, offset=offset, copy=store.copy(step.tensor, arena.bytes(offset, step.nbytes)))
 
     return Program(
-        name=drafted.graph.name,
+        name=graph.name,
+        graph=graph,
         draft=drafted,
         computes=tuple(compute(n, step) for n, step in enumerate(drafted.computes)),
         swap_ins=tuple(map(swap, drafted.swap_ins)),

@@ -68,7 +68,9 @@ class Program:
 
     name: str
     """Programs of one name share residents that have the same addresses. The model's name is `graph.name`."""
+    graph: Graph
     draft: Draft
+    """Models of a family may share it, so its graph may have the name of another one."""
     computes: tuple[ComputeStep[Call], ...]
     swap_ins: tuple[SwapStep, ...]
     swap_outs: tuple[SwapStep, ...]
@@ -111,10 +113,6 @@ class Program:
     @property
     def plan(self) -> Plan:
         return self.draft.plan
-
-    @property
-    def graph(self) -> Graph:
-        return self.draft.graph
 
     @property
     def input_slots(self) -> tuple[int, ...]:

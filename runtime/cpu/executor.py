@@ -144,6 +144,16 @@ class CpuExecutor:
         for tensor in program.offloaded:
             tensor.close()
 
+    def launches_ahead(self, program: Program) -> bool:
+        """Return False: the calling thread computes."""
+        return False
+
+    def begin(
+        self, program: Program, inputs: Sequence[torch.Tensor], *, on_recording: OnRecording | None = None
+    ) -> Result:
+        """Run an inference."""
+        return self.run(program, inputs, on_recording=on_recording)
+
     def capture(self, program: Program) -> Capture | None:
         """Return None: a CPU has no graphs."""
         return None

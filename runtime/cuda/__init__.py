@@ -1,1 +1,1 @@
-"""The CUDA backend. Only `driver`, `pools` and `libcuda` touch torch.cuda, ctypes or NVML."""
+"""The CUDA backend. Only `driver` and `pools` touch torch.cuda, ctypes or NVML."""

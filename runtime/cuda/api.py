@@ -11,18 +11,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from cohabit.runtime.options import Tf32
+from cohabit.runtime.stores.pinned import Pinning
 
 Kernels = Callable[[], None]
 STAGING_SLOTS, SLOT_BYTES = 4, 2 << 20
 """Slots of a stream's buffer for encoded bytes. A copy as large as a slot has nearly the link's full speed."""
-HostBytes = npt.NDArray[np.uint8]
-
-
 Stream: TypeAlias = Any
 """A queue of work on the device; the driver's type."""
 Event: TypeAlias = Any
@@ -90,7 +86,7 @@ class Staging:
         self.slots = [StagingSlot(part) for part in memory.chunk(STAGING_SLOTS)]
 
 
-class Driver(Protocol):
+class Driver(Pinning, Protocol):
     """One device. Its errors raise RuntimeError, perhaps from a later call than the failing one."""
 
     @property
@@ -107,7 +103,14 @@ class Driver(Protocol):
         ...
 
     def stream(self, *, urgent: bool = False) -> Stream:
-        """Return a new stream. Pending kernels of an urgent stream run before those of others."""
+        """Return an unused stream. Pending kernels of an urgent stream run before those of others."""
+        ...
+
+    def give_back(self, stream: Stream, *, urgent: bool = False) -> None:
+        """Take a stream back, for later calls of `stream`, and free its staging memory.
+
+        Its work must have ended, and graphs that used its staging memory must be released.
+        """
         ...
 
     def event(self, *, timed: bool = False) -> Event:
@@ -174,16 +177,6 @@ class Driver(Protocol):
         """
         ...
 
-    def pin(self, host: HostBytes) -> None:
-        """Let copies read and write this host memory at the link's full speed. Raises MemoryExceeded."""
-        ...
-
-    def unpin(self, host: HostBytes) -> None: ...
-
-    def near(self) -> AbstractContextManager[None]:
-        """Run the calling thread on the device's NUMA node inside the block; pages it touches first lie there."""
-        ...
-
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         """Return pinned host memory as a device tensor: kernels read it through the link."""
         ...
@@ -223,7 +216,7 @@ class Driver(Protocol):
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of `allocate` not freed yet, without staging buffers."""
+        """Bytes of `allocate` not freed yet, without staging memory."""
         ...
 
     def is_working(self) -> bool:

@@ -1,8 +1,8 @@
 """CUDA backend: one arena, pinned stores, streams per compute lane, captured programs."""
 
 import logging
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,21 +13,22 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import OnProgress
 from cohabit.runtime.binding.build import build
 from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cuda.api import Driver, HostBytes
+from cohabit.runtime.cuda.api import Driver
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.executor import CudaExecutor, SharedDevice
 from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.profiling.measure import measured
 from cohabit.runtime.cuda.program import CudaProgram, prepare
-from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, Ring, StagedStore
+from cohabit.runtime.cuda.stores import PinnedStore, Ring, StagedStore
+from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
 from cohabit.runtime.stores.host import open_store
+from cohabit.runtime.stores.pages import Bytes
+from cohabit.runtime.stores.pinned import PinnedMemory, default_limit_bytes
 
 _log = logging.getLogger("cohabit.cuda")
-PINNED_SHARE = 0.5
-"""Maximum pinned fraction of a process's host memory."""
 
 
 class CudaBackend:
@@ -47,7 +48,6 @@ class CudaBackend:
         self._ring = Ring(driver, self.pinned_memory)
         self._shared = SharedDevice()
         self._executors = [CudaExecutor(self.streams, self._shared)]
-        self._measuring: CudaExecutor | None = None
         self.executor.start()
 
     @property
@@ -83,11 +83,15 @@ class CudaBackend:
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[torch.Tensor]:
         """Pin parameters in host memory if they fit under the cap; else, and for files, stage them."""
-        if kind == "ram" and self.pinned_memory.fits(manifest.file_bytes):
-            return PinnedStore(path, manifest, self.driver, self.pinned_memory, verify_reads=self._verify_reads)
+        if kind == "ram":
+            try:
+                return PinnedStore(path, manifest, self.driver, self.pinned_memory, verify_reads=self._verify_reads)
+            except MemoryExceeded as error:
+                fields = {"model": path.parent.name, "reason": str(error)}
+                _log.warning("parameters are copied through the staging ring", extra={"fields": fields})
         return self.staged(open_store(kind, path, manifest, verify_reads=self._verify_reads), manifest)
 
-    def staged(self, source: HostStore[HostBytes], manifest: Manifest) -> StagedStore:
+    def staged(self, source: HostStore[Bytes], manifest: Manifest) -> StagedStore:
         """Return a store whose copies pass through the staging ring."""
         return StagedStore(source, manifest, self.driver, self._ring, self.pinned_memory)
 
@@ -101,16 +105,24 @@ class CudaBackend:
         quick: bool = False,
         known_only: bool = False,
     ) -> tuple[Lowered, dict[Bucket, Profile]]:
-        """Measure everything, on separate streams. `quick` is ignored: plans need the scratch, which takes as long.
+        """Measure everything. `quick` is ignored: plans need the scratch, which takes as long."""
+        device_id, pinned = str(self.driver.device), self.pinned_memory
+        return measured(
+            self, device_id, self._alone, pinned, lowered, store, cache, on_progress, known_only=known_only
+        )
 
-        Measuring allocates, and synchronises the device. In an engine that serves, lanes therefore wait for it if they
-        capture, or issue op by op.
+    @contextmanager
+    def _alone(self) -> Iterator[CudaExecutor]:
+        """Return an executor with streams of its own, for measuring: that allocates, and synchronises the device.
+
+        Meanwhile, lanes that capture, or issue op by op, wait. Others go on replaying graphs.
         """
-        if self._measuring is None:
-            self._measuring = CudaExecutor(Streams.of(self.driver), self._shared)
-        pinned, executor = self.pinned_memory, self._measuring
         with self._shared.exclusive:
-            return measured(self, executor, pinned, lowered, store, cache, on_progress, known_only=known_only)
+            executor = CudaExecutor(Streams.of(self.driver), self._shared)
+            try:
+                yield executor
+            finally:
+                executor.close()
 
     def build(
         self,
@@ -127,15 +139,8 @@ class CudaBackend:
 
     def close(self) -> None:
         """Release every program and unpin all memory."""
-        for executor in (*self._executors, *((self._measuring,) if self._measuring is not None else ())):
+        for executor in self._executors:
             executor.close()
         if self._shared.lost is None:
             self._ring.close()
             self.pinned_memory.close()
-
-
-def default_limit_bytes(host_memory_bytes: int | None = None) -> int:
-    """Return the cap on pinned memory for a process limited to `host_memory_bytes` of RAM (default: the machine's)."""
-    if host_memory_bytes is None:
-        host_memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(host_memory_bytes * PINNED_SHARE)

@@ -7,12 +7,12 @@ from itertools import accumulate
 import torch
 
 from cohabit.planner.graph import aligned
-from cohabit.runtime.cuda.api import HostBytes
-from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.indices import IndexedValues
 from cohabit.runtime.lowering.model import Port
 from cohabit.runtime.lowering.slots import Frame
+from cohabit.runtime.stores.pages import Bytes
+from cohabit.runtime.stores.pinned import PinnedMemory
 
 _ALIGNMENT_BYTES = 64
 Shapes = tuple[torch.Size, ...]
@@ -110,6 +110,6 @@ def _nbytes(port: Port, shape: tuple[int, ...]) -> int:
     return aligned(torch.Size(shape).numel() * port.dtype.itemsize, _ALIGNMENT_BYTES)
 
 
-def _view(host: HostBytes, port: Port, shape: tuple[int, ...]) -> torch.Tensor:
+def _view(host: Bytes, port: Port, shape: tuple[int, ...]) -> torch.Tensor:
     raw = torch.from_numpy(host[: torch.Size(shape).numel() * port.dtype.itemsize])
     return raw.view(port.dtype).reshape(shape) if len(raw) else torch.empty(shape, dtype=port.dtype)

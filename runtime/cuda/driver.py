@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from cohabit.planner.errors import format_bytes
-from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, HostBytes, Kernels, Staging
-from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
-from cohabit.runtime.cuda.numa import local_cpus, running_on
+from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, Kernels, Staging
 from cohabit.runtime.cuda.pools import CarvedPool, close_open_pools
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 from cohabit.runtime.options import Tf32
+from cohabit.runtime.stores.libcuda import OutOfDeviceMemory
+from cohabit.runtime.stores.pinned import HostPinning
 
 _cuda: Any = torch.cuda  # largely untyped
 _backends: Any = torch.backends
@@ -35,10 +35,10 @@ _USABLE_SETTINGS = {"backend": "native", "expandable_segments": "False"}
 _UNUSABLE_SETTINGS = ("max_split_size_mb", "roundup_power2_divisions", "large_segment_size_mb")
 """Allocator settings with which planned tensors do not fit: the pool's large segment would not be split, or tensors
 would take more than their size."""
-_registered: dict[int, HostBytes] = {}
-"""Pinned host memory by address, referenced so that the system cannot reuse the addresses before they are unpinned."""
 _graphs: "WeakSet[CudaGraph]" = WeakSet()
 """Open graphs. They keep their pools."""
+_drivers: dict[int, "CudaDriver"] = {}
+_opening = threading.Lock()
 
 
 @atexit.register
@@ -49,16 +49,17 @@ def _close_at_exit() -> None:
     close_open_pools()
 
 
-class CudaDriver:
-    """One device, by torch's index."""
+class CudaDriver(HostPinning):
+    """One device, by torch's index. A process has one driver for each."""
 
     def __init__(self, index: int) -> None:
+        super().__init__(index)
         self.device = torch.device("cuda", index)
         libraries = f"torch {torch.__version__}, CUDA {torch.version.cuda}, cuDNN {_backends.cudnn.version()}"
         self.name = f"{torch.cuda.get_device_name(index)}, {libraries}"
-        self._index = index
-        self._libcuda = LibCuda()
         self._streams = Counter[bool]()
+        self._idle: dict[bool, list[torch.cuda.Stream]] = {False: [], True: []}
+        """Streams that were given back, by whether they are urgent. Libraries keep workspaces for them."""
         self._allocated: dict[int, int] = {}
         self._thread = threading.local()
         self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
@@ -72,15 +73,25 @@ class CudaDriver:
 
     @staticmethod
     def open(index: int = 0) -> "CudaDriver":
-        """Open a device. Raises DeviceError for an unknown index or unusable allocator settings."""
+        """Return the driver of a device. Raises DeviceError for an unknown index or unusable allocator settings."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if index >= count:
+            reason = f" ({_obstacle()})" if not count else ""
             raise DeviceError(
-                f"there is no CUDA device {index}: torch {torch.__version__} sees {count}; use --device cpu"
+                f"there is no CUDA device {index}: torch {torch.__version__} sees {count}{reason}; use --device cpu"
             )
         _refuse_allocator_settings(os.environ)
-        torch.cuda.set_device(index)
-        return CudaDriver(index)
+        with _opening:
+            try:
+                torch.cuda.set_device(index)
+                if index not in _drivers:
+                    _drivers[index] = CudaDriver(index)
+            except RuntimeError as error:
+                raise DeviceError(
+                    f"CUDA device {index} cannot be used: {str(error).splitlines()[0]}; if another process has it for"
+                    " itself, nvidia-smi -q -d COMPUTE says so"
+                ) from error
+            return _drivers[index]
 
     # Streams and events
 
@@ -103,11 +114,21 @@ class CudaDriver:
         compute.synchronize()
 
     def stream(self, *, urgent: bool = False) -> torch.cuda.Stream:
+        if self._idle[urgent]:
+            return self._idle[urgent].pop()
         if self._streams[urgent] == _STREAMS:
             raise DeviceError(f"torch has {_STREAMS} streams per device, and all are in use; lower --compute-lanes")
         self._streams[urgent] += 1
         stream: torch.cuda.Stream = _cuda.Stream(self.device, priority=-1 if urgent else 0)
         return stream
+
+    def give_back(self, stream: torch.cuda.Stream, *, urgent: bool = False) -> None:
+        lane = self._staging.pop(stream.cuda_stream, None)
+        if lane is not None:
+            with self._entered():
+                self._libcuda.free(lane.address)
+            self.give_back(lane.link, urgent=True)
+        self._idle[urgent].append(stream)
 
     def event(self, *, timed: bool = False) -> torch.cuda.Event:
         event: torch.cuda.Event = _cuda.Event(enable_timing=timed)
@@ -146,10 +167,10 @@ class CudaDriver:
         return lane.direct if capture is None else capture.staging(stream, lane)
 
     def _staging_memory(self) -> torch.Tensor:
-        self._enter()
         nbytes = len(_STAGED) * STAGING_SLOTS * SLOT_BYTES
         try:
-            address = self._libcuda.allocate(nbytes)
+            with self._entered():
+                address = self._libcuda.allocate(nbytes)
         except OutOfDeviceMemory as error:
             free_bytes = self.memory().free_bytes
             raise MemoryExceeded(
@@ -193,12 +214,12 @@ class CudaDriver:
     # Memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        self._enter()
         torch.cuda.empty_cache()
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
         try:
-            address = self._libcuda.allocate(nbytes)
+            with self._entered():
+                address = self._libcuda.allocate(nbytes)
         except OutOfDeviceMemory as error:
             memory = self.memory()
             raise MemoryExceeded(
@@ -214,38 +235,9 @@ class CudaDriver:
 
     def free(self, memory: torch.Tensor) -> None:
         if memory.nbytes and self.is_working():
-            self._enter()
-            self._libcuda.free(memory.data_ptr())
+            with self._entered():
+                self._libcuda.free(memory.data_ptr())
             del self._allocated[memory.data_ptr()]
-
-    def _enter(self) -> None:
-        """Make the device's context current in the calling thread: the runtime API's first call does."""
-        torch.cuda.set_device(self._index)
-        torch.cuda.mem_get_info(self._index)
-
-    def pin(self, host: HostBytes) -> None:
-        self._enter()
-        try:
-            self._libcuda.pin(host.ctypes.data, host.nbytes)
-        except LibCudaError as error:
-            raise MemoryExceeded(
-                f"pinning {format_bytes(host.nbytes)} of host memory failed ({error}); lower the cap on pinned memory"
-                " or raise the limit on locked memory (ulimit -l)"
-            ) from error
-        _registered[host.ctypes.data] = host
-
-    def unpin(self, host: HostBytes) -> None:
-        self._enter()
-        self._libcuda.unpin(host.ctypes.data)
-        del _registered[host.ctypes.data]
-
-    def near(self) -> AbstractContextManager[None]:
-        return running_on(self._near_cpus)
-
-    @cached_property
-    def _near_cpus(self) -> frozenset[int]:
-        its: Any = torch.cuda.get_device_properties(self._index)
-        return local_cpus(its.pci_domain_id, its.pci_bus_id, its.pci_device_id)
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
         raw = host.reshape(-1).view(torch.uint8)
@@ -335,6 +327,15 @@ class CudaDriver:
             _set_tf32(before)
 
 
+def _obstacle() -> str:
+    """Return why torch sees no device, such as a driver that is too old: counting them hides that."""
+    try:
+        _cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return str(error).splitlines()[0]
+    return "and gives no reason"
+
+
 def _refuse_allocator_settings(environment: Mapping[str, str]) -> None:
     """Raise DeviceError for settings of torch's allocator that break pools of given memory."""
     for variable in _ALLOCATOR_VARIABLES:
@@ -372,6 +373,7 @@ class _LaneStaging:
 
     def __init__(self, memory: torch.Tensor, link: torch.cuda.Stream) -> None:
         self.link = link
+        self.address = memory.data_ptr()
         self.parts = dict(zip(_STAGED, memory.chunk(len(_STAGED)), strict=True))
         self.direct = Staging(self.parts["directly"], link, captured=False)
 

@@ -3,14 +3,16 @@
     compute   | inputs, kernels, outputs of A          | ... of B                    one graph each, copies inside
     swap_in   |    (A's copies)                        |    (B's copies)   epilogue of A, piece by piece
 
-The thread that calls `run` waits for the outputs, so an inference begins after the kernels of the previous one have
-ended. On the device it waits only for the epilogue of its model's last run.
+The graph of the next inference may be launched while one runs; the stream then begins it without a gap. On the device
+it waits for the previous one, and for the epilogue of its model's last run. Everything but such a launch (loads,
+programs without a graph, releases, errors) first waits for what was launched.
 """
 
 import logging
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.planner.plan import Span, Timeline
 from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.binding.program import Residence
-from cohabit.runtime.cuda.api import CapturedGraph, Driver
+from cohabit.runtime.cuda.api import CapturedGraph, Driver, Event
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
 from cohabit.runtime.cuda.issue import IssueThread, Streams, issue_inference
 from cohabit.runtime.cuda.profiling.dry_run import fitting_pools
@@ -55,6 +57,20 @@ class SharedDevice:
         self.outside_bytes = max(0, used_bytes - driver.allocated_bytes)
 
 
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """An inference that has been issued."""
+
+    program: CudaProgram
+    start_s: float
+    events: tuple[Event, Event]
+    watch: CudaStopwatch | None
+    on_recording: OnRecording | None
+    is_replayed: bool = False
+    result: Result | None = None
+    error: Exception | None = None
+
+
 class CudaExecutor:
     """Runs programs one at a time, in one thread. A device has one executor per compute lane."""
 
@@ -68,7 +84,12 @@ class CudaExecutor:
         self._driver = streams.driver
         self._issue_thread = IssueThread()
         self._transfers = Transfers(streams)
-        self._began, self._answered = self._driver.event(timed=True), self._driver.event(timed=True)
+        self._flights: deque[_Flight] = deque()
+        """Inferences that have been issued, and whose outputs nobody has waited for: two at most."""
+        self._events = [(self._driver.event(timed=True), self._driver.event(timed=True)) for _ in range(2)]
+        """Of each further inference: its begin and its outputs on the device."""
+        self._ended_s = 0.0
+        """When the outputs of the last inference were there."""
         self._stale: set[Residence] = set()
         """Residents that may be invalid: a copy or kernel failed, or another model used their memory."""
         self._admitted: list[CudaProgram] = []
@@ -92,13 +113,18 @@ class CudaExecutor:
             self._thread = threading.current_thread()
 
     def close(self) -> None:
-        """Release the admitted programs, wait for the streams, and stop the threads."""
+        """Release the admitted programs, wait for the streams, stop the threads, and give the streams back."""
         for program in self._admitted:
             self.release(program)
         if self._shared.lost is None:
             self.settle()
         self._transfers.close()
         self._issue_thread.shutdown()
+        if self._shared.lost is None:
+            with self._shared.exclusive:
+                self._driver.drain()
+                self._streams.close()
+                self._shared.note_memory(self._driver)
 
     @property
     def lost(self) -> str | None:
@@ -132,6 +158,7 @@ class CudaExecutor:
             self.load(program)
 
     def _load_residents(self, program: CudaProgram) -> None:
+        self._land()
         with self._faults(program):
             self._adopt_thread()
             graph = program.admission.residents
@@ -143,7 +170,11 @@ class CudaExecutor:
             self._stale.discard(program.residence)
 
     def settle(self) -> None:
-        """Wait until the swap-in lane is idle."""
+        """Wait until every inference has ended, and the swap-in lane is idle."""
+        self._land()
+        self._settle()
+
+    def _settle(self) -> None:
         self._issue_thread.drain()
         self._transfers.flush()
         end = self._driver.event()
@@ -165,10 +196,42 @@ class CudaExecutor:
 
         Residents that the last run failed to restore are loaded again; if that fails, too, this run fails.
         """
+        return self._finish(self._launch(program, inputs, on_recording, traced=traced))
+
+    def launches_ahead(self, program: CudaProgram) -> bool:
+        """Whether a program is one graph with sizes of its own, and has nothing in common with a launched one."""
+        is_replayed = program.admission.graph is not None and not program.bucket.sizes
+        return is_replayed and program.residence not in self._stale and self._is_apart(program)
+
+    def _is_apart(self, program: CudaProgram) -> bool:
+        """Whether no launched inference uses the program's buffers, or is yet to restore its residents."""
+        others = [flight.program for flight in self._flights]
+        return all(o.buffers is not program.buffers and o.name != program.name for o in others)
+
+    def begin(
+        self, program: CudaProgram, inputs: Sequence[torch.Tensor], *, on_recording: OnRecording | None = None
+    ) -> Result | Callable[[], Result]:
+        """Launch a graph, and return the function that waits for it; run any other program."""
+        flight = self._launch(program, inputs, on_recording)
+        return partial(self._finish, flight) if flight.is_replayed else self._finish(flight)
+
+    def _launch(
+        self,
+        program: CudaProgram,
+        inputs: Sequence[torch.Tensor],
+        on_recording: OnRecording | None,
+        *,
+        traced: bool = False,
+    ) -> _Flight:
+        """Issue an inference. Unless it may be launched ahead, those before it have ended."""
         program.buffers.check(inputs)
+        if traced or not self.launches_ahead(program):
+            self._land()
+        elif len(self._flights) > 1:
+            self._end_first()
         with self._faults(program):
             self._adopt_thread()
-        start = time.perf_counter()
+        start_s = time.perf_counter()
         # Residents first: a failed epilogue leaves wrong bytes.
         epilogue = self._transfers.take(program.residence)
         is_restored = epilogue is None or epilogue.error is None
@@ -177,25 +240,66 @@ class CudaExecutor:
             epilogue = None
         with self._faults(program):
             watch = CudaStopwatch(self._driver, program) if traced else None
-            with self._transfers.paused(program.copying_s):
-                self._issue(program, inputs, watch, epilogue)
-                self._driver.synchronize(self._answered)
-            # The outputs are ready; the epilogue runs after the answer.
-            device_s = self._driver.seconds(self._began, self._answered)
-            outputs = program.buffers.taken()
-            latency_s = time.perf_counter() - start
-            self._submit_epilogue(program, watch)
+            if not self._flights:
+                self._transfers.pause(program.copying_s)
+            flight = _Flight(program, start_s, self._events.pop(), watch, on_recording)
+            try:
+                self._issue(flight, inputs, epilogue)
+            except BaseException:
+                self._events.append(flight.events)
+                self._transfers.pause(0.0)
+                raise
+        self._flights.append(flight)
+        return flight
+
+    def _finish(self, flight: _Flight) -> Result:
+        """Wait for a launched inference, and for those before it. Returns its result, or raises its error."""
+        while flight.result is None and flight.error is None:
+            self._end_first()
+        if flight.error is not None:
+            raise flight.error
+        assert flight.result is not None
+        return flight.result
+
+    def _land(self) -> None:
+        """Wait for every launched inference. Their results and errors are kept until they are asked for."""
+        while self._flights:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        flight = self._flights.popleft()
+        try:
+            with self._faults(flight.program):
+                flight.result = self._ended(flight)
+        except Exception as error:
+            flight.error = error
+        finally:
+            self._events.append(flight.events)
+
+    def _ended(self, flight: _Flight) -> Result:
+        """Wait for an inference's outputs, copy them, and start its epilogue."""
+        program, watch, (began, answered) = flight.program, flight.watch, flight.events
+        try:
+            self._driver.synchronize(answered)
+        finally:
+            self._transfers.pause(self._flights[0].program.copying_s if self._flights else 0.0)
+        # The outputs are ready; the epilogue runs after the answer.
+        device_s = self._driver.seconds(began, answered)
+        outputs = program.buffers.taken()
+        end_s = time.perf_counter()
+        start_s, self._ended_s = max(flight.start_s, self._ended_s), end_s
+        self._submit_epilogue(program, watch)
         if watch is not None:
-            self.settle()  # timed events are read after the epilogue's copies
-            recording = watch.recording(start)
+            self._settle()  # timed events are read after the epilogue's copies
+            recording = watch.recording(start_s)
         else:
             recording = Recording(program)
-            recording.note(None, start, start + latency_s)
-        if on_recording is not None:
-            on_recording(recording)
+            recording.note(None, start_s, end_s)
+        if flight.on_recording is not None:
+            flight.on_recording(recording)
         stall_s = 0.0 if program.compute_s is None else max(0.0, device_s - program.compute_s)
-        timeline = _timeline(program, recording.measured(start)) if traced else None
-        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline, device_s)
+        timeline = None if watch is None else _timeline(program, recording.measured(start_s))
+        return Result(outputs, end_s - start_s, stall_s, program.link_bytes, timeline, device_s)
 
     def capture(self, program: CudaProgram) -> Capture | None:
         """Return how a program is issued; None before it is loaded. Any thread."""
@@ -205,27 +309,24 @@ class CudaExecutor:
         graph_bytes = ready.graph_bytes + sum(sized.nbytes for sized in ready.sized.values())
         return Capture(int(ready.graph is not None), graph_bytes, ready.refused)
 
-    def _issue(
-        self,
-        program: CudaProgram,
-        inputs: Sequence[torch.Tensor],
-        watch: CudaStopwatch | None,
-        epilogue: Transfer | None,
-    ) -> None:
+    def _issue(self, flight: _Flight, inputs: Sequence[torch.Tensor], epilogue: Transfer | None) -> None:
         """Issue everything up to the outputs, after the epilogue of the model's last run."""
+        program, (began, answered) = flight.program, flight.events
+        assert self._is_apart(program), "a launched inference still reads these inputs, or writes these outputs"
         program.buffers.fill(inputs)
-        graph = self._graph(program) if watch is None else None
+        graph = self._graph(program) if flight.watch is None else None
+        flight.is_replayed = graph is not None
         with self._driver.on(self._streams.compute):
             if epilogue is not None:
                 self._driver.wait(epilogue.event)
-            self._driver.record(self._began)
+            self._driver.record(began)
             if graph is not None:
                 graph.replay()
         if graph is None:
             with self._shared.exclusive:  # held until the activations are freed
-                self._issue_commands(program, watch)
+                self._issue_commands(program, flight.watch)
         with self._driver.on(self._streams.compute):
-            self._driver.record(self._answered)
+            self._driver.record(answered)
 
     def _graph(self, program: CudaProgram) -> CapturedGraph | None:
         """Return the graph of the current inputs' shapes. Smaller shapes are captured at their second request."""
@@ -330,6 +431,7 @@ class CudaExecutor:
 
     def invalidate(self, program: CudaProgram) -> None:
         """Note that a program's residents are not in place: its next run loads them first."""
+        self._land()
         self._stale.add(program.residence)
 
     def release(self, program: CudaProgram) -> None:
@@ -353,6 +455,7 @@ class CudaExecutor:
         try:
             yield
         except Exception as error:
+            self._land()  # what follows waits for the device, and takes its errors
             self._stale.add(program.residence)
             with self._shared.exclusive:
                 traceback.clear_frames(error.__traceback__)  # frees activations of the failed run

@@ -36,6 +36,12 @@ class Streams:
     def of(driver: Driver) -> "Streams":
         return Streams(driver, driver.stream(), driver.stream(urgent=True), driver.stream())
 
+    def close(self) -> None:
+        """Give the streams back. Their work must have ended."""
+        self.driver.give_back(self.compute)
+        self.driver.give_back(self.swap_in, urgent=True)
+        self.driver.give_back(self.swap_out)
+
 
 class IssueThread(ThreadPoolExecutor):
     """Thread that issues copies that need work on the host, in order. Calls must not raise. Started on first use."""

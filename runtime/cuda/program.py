@@ -16,12 +16,12 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers, Shapes
 from cohabit.runtime.cuda.commands import Command, Forecast, IssueSchedule, schedule
-from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.options import Tf32
+from cohabit.runtime.stores.pinned import PinnedMemory
 
 ALIGNMENT_BYTES = 512
 """Rounding of torch's allocator."""
@@ -193,12 +193,8 @@ def prepare(
     Raises MemoryExceeded if its buffers cannot be pinned.
     """
     scheduled = schedule(program, join=not store.staged)
-    own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
-    return CudaProgram(
-        **own,
-        schedule=scheduled,
-        copies=prepared_copies(scheduled, arena, store),
-        buffers=Buffers(
+    try:
+        buffers = Buffers(
             program.name,
             lowered.inputs,
             lowered.outputs,
@@ -206,7 +202,17 @@ def prepare(
             pinned,
             is_dynamic=bool(program.bucket.sizes),
             indexed=indexed_values(lowered, program.bucket),
-        ),
+        )
+    except BaseException:
+        for tensor in program.offloaded:
+            tensor.close()
+        raise
+    own: dict[str, Any] = {f.name: getattr(program, f.name) for f in fields(Program) if f.init}
+    return CudaProgram(
+        **own,
+        schedule=scheduled,
+        copies=prepared_copies(scheduled, arena, store),
+        buffers=buffers,
         pool_memory=arena.bytes(bases.workspace, _pool_bytes(program.plan)),
         examples=lambda: lowered.examples(program.bucket),
         admission=AdmissionState(refused=_obstacle(program, staged=store.staged)),

@@ -10,71 +10,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from cohabit.planner.errors import format_bytes
-from cohabit.runtime.cuda.api import Driver, Event, HostBytes
+from cohabit.runtime.cuda.api import Driver, Event
 from cohabit.runtime.cuda.decoding import EncodedCopy
-from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.lowering.weights import Manifest, Segment
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 from cohabit.runtime.stores.host import find_table, read_weights, table_view
-from cohabit.runtime.stores.pages import anonymous_memory, use_huge_pages
+from cohabit.runtime.stores.pages import Bytes
+from cohabit.runtime.stores.pinned import PinnedMemory
 
 RING_SLOTS = 3
-_HUGE_PAGE_BYTES = 2 << 20
-
-
-class PinnedMemory:
-    """Pinned host memory with a cap on its total size. Any thread."""
-
-    def __init__(self, driver: Driver, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.used_bytes = 0
-        self._driver = driver
-        self._held: dict[int, HostBytes] = {}
-        self._lock = threading.Lock()
-
-    def fits(self, nbytes: int) -> bool:
-        return self.used_bytes + nbytes <= self.limit_bytes
-
-    def require(self, nbytes: int, what: str) -> None:
-        """Raise MemoryExceeded if `nbytes` more would exceed the cap."""
-        if not self.fits(nbytes):
-            raise MemoryExceeded(
-                f"{what}: pinning {format_bytes(nbytes)} on top of {format_bytes(self.used_bytes)} exceeds the cap of"
-                f" {format_bytes(self.limit_bytes)}; raise the cap on pinned memory"
-            )
-
-    def take(self, nbytes: int, what: str) -> HostBytes:
-        """Return zeroed, page-aligned pinned memory near the device. Raises MemoryExceeded over the cap."""
-        self.require(nbytes, what)
-        host = np.frombuffer(anonymous_memory(nbytes), np.uint8, count=nbytes)
-        with self._driver.near():  # pinning touches all pages not touched yet
-            if nbytes >= _HUGE_PAGE_BYTES:
-                host.fill(0)
-                use_huge_pages(host)  # before pinning: pinned pages cannot be moved
-            if nbytes:
-                self._driver.pin(host)
-        if nbytes:
-            with self._lock:
-                self._held[host.ctypes.data] = host
-                self.used_bytes += nbytes
-        return host
-
-    def release(self, host: HostBytes) -> None:
-        """Unpin memory; does nothing if it is unpinned already. No copy may be in progress."""
-        with self._lock:
-            held = self._held.pop(host.ctypes.data, None)
-            self.used_bytes -= host.nbytes if held is not None else 0
-        if held is not None:
-            self._driver.unpin(host)
-
-    def close(self) -> None:
-        """Unpin everything."""
-        for host in list(self._held.values()):
-            self.release(host)
 
 
 class PinnedStore:
@@ -94,7 +40,11 @@ class PinnedStore:
         self._pinned = pinned
         self._manifest = manifest
         self._host = pinned.take(manifest.file_bytes, path.parent.name)
-        read_weights(path, manifest, self._host, verify_reads=verify_reads)
+        try:
+            read_weights(path, manifest, self._host, verify_reads=verify_reads)
+        except BaseException:
+            self.close()
+            raise
         self._region = torch.from_numpy(self._host)
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
@@ -127,15 +77,15 @@ class PinnedStore:
 
 def pinned_spill_buffers(pinned: PinnedMemory, sizes: Sequence[int]) -> list[SpillBuffer]:
     """Return pinned buffers for activations. Raises MemoryExceeded over the cap."""
-    pinned.require(sum(sizes), "activations that leave memory")
-    return [_PinnedSpillBuffer(pinned, nbytes) for nbytes in sizes]
+    hosts = pinned.take_several(sizes, "activations that leave memory")
+    return [_PinnedSpillBuffer(pinned, host) for host in hosts]
 
 
 class _PinnedSpillBuffer:
-    def __init__(self, pool: PinnedMemory, nbytes: int) -> None:
+    def __init__(self, pool: PinnedMemory, host: Bytes) -> None:
         self._pool = pool
-        self._host = pool.take(nbytes, "an activation that leaves memory")
-        self.pinned: torch.Tensor | None = torch.from_numpy(self._host)
+        self._host = host
+        self.pinned: torch.Tensor | None = torch.from_numpy(host)
 
     def save(self, source: torch.Tensor) -> None:
         """Copy bytes in, synchronously. Programs issue their copies through `pinned` instead."""
@@ -152,7 +102,7 @@ class _PinnedSpillBuffer:
 
 @dataclass(slots=True)
 class _Slot:
-    host: HostBytes
+    host: Bytes
     tensor: torch.Tensor
     emptied: Event | None = None
 
@@ -169,17 +119,16 @@ class Ring:
         self._turn = threading.Lock()
 
     def fit(self, nbytes: int) -> None:
-        """Grow the slots to at least `nbytes` each. Raises MemoryExceeded over the cap on pinned memory."""
+        """Grow the slots to at least `nbytes` each. Raises MemoryExceeded, and keeps the slots, over the cap."""
         with self._turn:
             if nbytes <= self.slot_bytes:
                 return
+            hosts = self._pinned.take_several([nbytes] * RING_SLOTS, "the staging ring")
             self.close()
-            for _ in range(RING_SLOTS):
-                host = self._pinned.take(nbytes, "the staging ring")
-                self._slots.append(_Slot(host, torch.from_numpy(host)))
+            self._slots = [_Slot(host, torch.from_numpy(host)) for host in hosts]
             self.slot_bytes = nbytes
 
-    def pass_through(self, fill: Callable[[HostBytes], None], destination: torch.Tensor) -> None:
+    def pass_through(self, fill: Callable[[Bytes], None], destination: torch.Tensor) -> None:
         """Fill the next slot, after the copy out of it has ended, and issue the copy to the device."""
         with self._turn:
             slot = self._slots[self._next]
@@ -209,7 +158,7 @@ class StagedStore:
     check_tables = None
 
     def __init__(
-        self, source: HostStore[HostBytes], manifest: Manifest, driver: Driver, ring: Ring, pinned: PinnedMemory
+        self, source: HostStore[Bytes], manifest: Manifest, driver: Driver, ring: Ring, pinned: PinnedMemory
     ) -> None:
         self.kind = source.kind
         self._source = source
@@ -217,7 +166,7 @@ class StagedStore:
         self._ring = ring
         self._pinned = pinned
         self._manifest = manifest
-        self._hosts: dict[str, HostBytes] = {}
+        self._hosts: dict[str, Bytes] = {}
         ring.fit(max((s.nbytes for s in manifest.segments), default=0))
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:

@@ -8,9 +8,8 @@ at once.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -84,18 +83,10 @@ class Transfers:
         self.flush()
         self._thread.shutdown()
 
-    @contextmanager
-    def paused(self, seconds: float) -> Iterator[None]:
-        """Issue no pieces in the background for `seconds`, or until the block ends."""
-        self._pause_until(self._clock() + seconds)
-        try:
-            yield
-        finally:
-            self._pause_until(0.0)
-
-    def _pause_until(self, at_s: float) -> None:
+    def pause(self, seconds: float) -> None:
+        """Issue no pieces in the background for `seconds` from now; 0 resumes them."""
         with self._changed:
-            self._paused_until_s = at_s
+            self._paused_until_s = self._clock() + seconds
             self._changed.notify()
 
     def _work(self, transfer: Transfer) -> None:

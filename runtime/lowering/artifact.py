@@ -4,10 +4,12 @@ Operators are written by name and looked up below `torch.ops` only. Sub-programs
 of nodes and get new names when read: torch writes names into code.
 """
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 import torch
@@ -102,7 +104,8 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs: tuple[PortRecord, ...]
     batched: bool
     interaction: str | None
-    traces: tuple[TraceRecord, ...]
+    traces: tuple[msgspec.Raw, ...]
+    """`TraceRecord`s."""
     format_version: int = FORMAT_VERSION
     dynamic: DynamicShape = STATIC
     changed_inputs: tuple[str, ...] = ()
@@ -112,6 +115,9 @@ class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _decoder = msgspec.json.Decoder(Artifact)
+_trace_decoder = msgspec.json.Decoder(TraceRecord)
+_traces: WeakValueDictionary[str, Trace] = WeakValueDictionary()
+"""Traces in use, by their digests."""
 
 
 def encode(lowering: str, program: LoweredProgram) -> bytes:
@@ -123,7 +129,7 @@ def encode(lowering: str, program: LoweredProgram) -> bytes:
         outputs=_port_records(program.outputs),
         batched=program.batched,
         interaction=program.interaction,
-        traces=tuple(_trace_record(trace) for _, trace in sorted(program.traces.items())),
+        traces=tuple(_encoded(trace) for _, trace in sorted(program.traces.items())),
         dynamic=program.dynamic,
         changed_inputs=program.changed_inputs,
         validation=program.validation,
@@ -139,8 +145,8 @@ def decode(raw: bytes, lowering: str | None) -> LoweredProgram:
     if lowering is not None and artifact.lowering != lowering:
         raise FormatError(f"lowered model was made by {artifact.lowering}, in use is {lowering}; lower it again")
     try:
-        traces = {t.bucket: t for t in map(_trace, artifact.traces)}
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        traces = {t.bucket: t for t in map(_decoded, artifact.traces)}
+    except (KeyError, AttributeError, TypeError, ValueError, msgspec.DecodeError) as error:
         raise FormatError(f"lowered model is damaged: {error}") from error
     return LoweredProgram(
         inputs=_ports(artifact.inputs),
@@ -163,6 +169,20 @@ def _port_records(ports: tuple[Port, ...]) -> tuple[PortRecord, ...]:
 
 def _ports(files: tuple[PortRecord, ...]) -> tuple[Port, ...]:
     return tuple(Port(f.name, dtype_of(f.dtype), f.shape) for f in files)
+
+
+def _encoded(trace: Trace) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(_trace_record(trace)))
+
+
+def _decoded(raw: msgspec.Raw) -> Trace:
+    """Return a trace. Models whose traces are equal, as those of a family, share one."""
+    digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
+    if (trace := _traces.get(digest)) is None:
+        trace = _trace(_trace_decoder.decode(raw))
+        object.__setattr__(trace, "digest", digest)
+        _traces[digest] = trace
+    return trace
 
 
 def _trace_record(trace: Trace) -> TraceRecord:

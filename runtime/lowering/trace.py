@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
+from weakref import WeakValueDictionary
 
 import msgspec
 import torch
@@ -56,7 +57,7 @@ class Instruction:
         object.__setattr__(self, "reads", tuple(slots_of((self.args, self.kwargs))))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Trace:
     """A model in one bucket, before its weights have addresses.
 
@@ -79,6 +80,8 @@ class Trace:
     """Slots of the sizes that depend on these dimensions; computed before the first op."""
     op_seconds: tuple[float, ...] = field(default=(), compare=False)
     """Seconds of each op in this one run; empty for a cached trace."""
+    digest: str = field(default="", init=False, compare=False)
+    """Digest of a cached trace as written; empty for any other, such as a changed copy."""
 
     @property
     def bucket(self) -> Bucket:
@@ -404,11 +407,25 @@ def _target_name(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", str(target))
 
 
+_graphs: WeakValueDictionary[tuple[str, str], Graph] = WeakValueDictionary()
+"""By the digest of a cached trace and the layout of the weights."""
+
+
 def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
     """Return the planner's graph of a trace: segments first, then inputs, then activations.
 
-    A segment that an op changes is state; all others are parameters.
+    A segment that an op changes is state; all others are parameters. Models whose cached traces and layouts are equal
+    share their graphs' parts.
     """
+    if not trace.digest:
+        return _graph_of(name, trace, manifest)
+    key = trace.digest, manifest.layout
+    if (known := _graphs.get(key)) is None:
+        known = _graphs[key] = _graph_of(name, trace, manifest)
+    return known if known.name == name else known.named(name)
+
+
+def _graph_of(name: str, trace: Trace, manifest: Manifest) -> Graph:
     changed = {s.weight for op in trace.ops for s in op.mutates}
     # Tensor ids are consecutive: segments, inputs, activations.
     segment_of = {p.name: i for i, s in enumerate(manifest.segments) for p in s.pieces}
@@ -448,6 +465,6 @@ def build_graph(name: str, trace: Trace, manifest: Manifest) -> Graph:
         for op in trace.ops
     )
     outputs = tuple(sorted({tensor_id(s) for s in trace.output_storages}))
-    graph = Graph(name, trace.batch, manifest.fingerprint, tuple(tensors), ops, outputs, sizes=trace.sizes or UNSET)
+    graph = Graph(name, trace.batch, manifest.layout, tuple(tensors), ops, outputs, sizes=trace.sizes or UNSET)
     graph.validate()
     return graph

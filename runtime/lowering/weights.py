@@ -3,12 +3,19 @@
 Parameters are grouped into *segments*, the units of swapping: weights that the same ops read, piece after piece, padded
 to O_DIRECT's block size. Pieces may be encoded (`runtime.lowering.encoding.codec`); their segment then has fewer bytes
 in the file than in memory. Embedding tables follow the segments and are never swapped.
+
+Segments and tables that another model of the cache has already are not written again (`runtime.pieces`): the file's
+description says where each of them is.
 """
 
+import hashlib
 import os
+import secrets
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,8 +27,10 @@ import torch
 from cohabit.planner import cache_file
 from cohabit.planner.errors import FormatError
 from cohabit.planner.graph import aligned, decode_as, fingerprint
+from cohabit.runtime import pieces
 from cohabit.runtime.lowering.encoding.codec import CODECS, PART, Codec, encode, encoded_bytes
 from cohabit.runtime.lowering.packing import is_packed, layout_of, raw_bytes, stored_bytes
+from cohabit.runtime.pieces import HELD, Place, WrittenPiece
 
 BLOCK_BYTES = 4096
 PIECE_ALIGNMENT = 256
@@ -35,7 +44,7 @@ LARGE_BYTES = 8 << 20
 """A segment has at most one weight of at least this size, even if the same ops read several: large ranges are hard to
 free."""
 FORMAT_VERSION = 4
-_DESCRIPTION_VERSION = 5
+_DESCRIPTION_VERSION = 6
 
 _COPY_BYTES = 128 * 4 * PART
 """Bytes of a tensor that are written at a time: whole parts of a codec."""
@@ -114,7 +123,7 @@ class Table(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, dict=True):
     """Layout of one weights file."""
 
     archive: str
@@ -127,6 +136,11 @@ class Manifest(msgspec.Struct, frozen=True):
     @property
     def fingerprint(self) -> str:
         return fingerprint(self)
+
+    @cached_property
+    def layout(self) -> str:
+        """Fingerprint without the archive: the same for models that differ in the values of their weights only."""
+        return fingerprint(msgspec.structs.replace(self, archive=self.archive.partition("/")[2]))
 
     @property
     def segment_bytes(self) -> int:
@@ -163,10 +177,13 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 class Description(msgspec.Struct, frozen=True):
-    """The description file of a weights file: its manifest, and the CRC-32 of each of its ranges."""
+    """The description of a weights file: its manifest, and the CRC-32 and place of each of its ranges."""
 
     manifest: Manifest
     checksums: tuple[int, ...]
+    files: tuple[str, ...]
+    """Files with the ranges, from the description's folder; an empty name is the weights file itself."""
+    places: tuple[Place, ...]
     format_version: int = _DESCRIPTION_VERSION
 
 
@@ -254,6 +271,18 @@ def _segment(offset: int, group: Sequence[WeightUse], alignment: int) -> Segment
     return Segment(offset, segment.nbytes, plain)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredRange:
+    """A segment or table in its file."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    checksum: int | None
+    """CRC-32 as written; None without a description."""
+    digest: str
+
+
 def write(
     path: Path,
     manifest: Manifest,
@@ -261,31 +290,113 @@ def write(
     tables: Mapping[str, torch.Tensor],
     refuse_change: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the weights file and, last, its description, each with an atomic rename.
+    """Write the ranges that no other model of the cache has and, last, the description, each with an atomic rename.
 
     `refuse_change` is called when all weights have been read; if it raises, nothing is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with cache_file.replacing(path) as fd:
-        os.ftruncate(fd, manifest.file_bytes)
-        for segment in manifest.segments:
-            for piece, position in zip(segment.pieces, segment.file_offsets, strict=True):
-                _write_tensor(fd, weights[piece.name], segment.offset + position, piece.codec)
-        for table in manifest.tables:
-            _write_tensor(fd, tables[table.name].contiguous(), table.offset)
+    contents: list[Callable[[], Iterator[pieces.Block]]] = [
+        *(partial(_segment_blocks, segment, weights) for segment in manifest.segments),
+        *(partial(_table_blocks, tables[table.name]) for table in manifest.tables),
+    ]
+    named = [_named(blocks) for blocks in contents]
+    written = [
+        WrittenPiece(digest, nbytes, blocks)
+        for (_, digest), (_, nbytes), blocks in zip(named, manifest.ranges, contents, strict=True)
+    ]
+    with pieces.locked(path.parent.parent) as folder:
+        reused = pieces.find(folder, written)
+        packs = list(dict.fromkeys(pack for pack, _ in reused.values()))
+        files = [f"../{pieces.FOLDER}/{pack}" for pack in packs]
+        places = {n: Place(packs.index(pack), o, written[n].digest) for n, (pack, o) in reused.items()}
+        own = {n: piece for n, piece in enumerate(written) if n not in reused}
+        file = path.with_suffix(f".{secrets.token_hex(8)}.bin") if reused else path
+        if own or not reused:
+            end = 0
+            with cache_file.replacing(file) as fd:
+                for n, piece in own.items():
+                    places[n] = Place(len(files), end, piece.digest)
+                    _write_blocks(fd, piece.blocks(), end)
+                    end += piece.nbytes
+                os.ftruncate(fd, end)
+                refuse_change()
+            files.append(file.name if reused else "")
+            pieces.add(folder, file, {piece.digest: places[n].offset for n, piece in own.items()})
         refuse_change()
-    cache_file.write(description_path(path), msgspec.json.encode(Description(manifest, _checksums(path, manifest))))
+        checksums = tuple(checksum for checksum, _ in named)
+        description = Description(manifest, checksums, tuple(files), tuple(places[n] for n in sorted(places)))
+        cache_file.write(description_path(path), msgspec.json.encode(description))
+        for other in path.parent.glob(f"{path.stem}*{path.suffix}"):
+            if other.name not in files and (other != path or "" not in files):
+                other.unlink()
+
+
+def _segment_blocks(segment: Segment, weights: Mapping[str, torch.Tensor]) -> Iterator[pieces.Block]:
+    """Yield a segment's bytes as stored."""
+    end = 0
+    for piece, position in zip(segment.pieces, segment.file_offsets, strict=True):
+        yield np.zeros(position - end, np.uint8)
+        end = position
+        raw = bytes_of(weights[piece.name])
+        for start in range(0, len(raw), _COPY_BYTES):
+            part = encode(piece.codec, raw[start : start + _COPY_BYTES])
+            yield part
+            end += len(part)
+    yield np.zeros(segment.file_bytes - end, np.uint8)
+
+
+def _table_blocks(table: torch.Tensor) -> Iterator[pieces.Block]:
+    raw = bytes_of(table.contiguous())
+    for start in range(0, len(raw), _COPY_BYTES):
+        yield raw[start : start + _COPY_BYTES]
+    yield np.zeros(aligned(len(raw), BLOCK_BYTES) - len(raw), np.uint8)
+
+
+def _named(blocks: Callable[[], Iterator[pieces.Block]]) -> tuple[int, str]:
+    """Return the CRC-32 and the digest of a range."""
+    crc, digest = 0, hashlib.blake2b(digest_size=32)
+    for block in blocks():
+        crc = zlib.crc32(block.data, crc)
+        digest.update(block.data)
+    return crc, digest.hexdigest()
+
+
+def _write_blocks(fd: int, blocks: Iterator[pieces.Block], offset: int) -> None:
+    for block in blocks:
+        os.pwrite(fd, block.data, offset)
+        offset += block.nbytes
 
 
 def read(path: Path) -> Manifest | None:
-    """Read and verify a whole weights file. Returns its manifest, or None if it is missing or damaged."""
+    """Read and verify all ranges of a weights file, except those in use that were verified before.
+
+    Returns its manifest, or None if anything is missing or damaged.
+    """
     try:
         description = _described(path)
-        manifest = description.manifest
-        whole = path.stat().st_size == manifest.file_bytes and _checksums(path, manifest) == description.checksums
+        return description.manifest if _is_whole(_ranges_of(path, description)) else None
     except (OSError, FormatError):
         return None
-    return manifest if whole else None
+
+
+def _is_whole(ranges: Sequence[StoredRange]) -> bool:
+    with open_files(ranges) as files:
+        states = {path: pieces.state_of(fd) for path, fd in files.items()}
+        for r in ranges:
+            fd = files[r.path]
+            if not HELD.is_verified(fd, r.offset, r.digest) and checksum(fd, r.offset, r.nbytes) != r.checksum:
+                return False
+        for path, fd in files.items():
+            HELD.record(fd, states[path])
+    return True
+
+
+@contextmanager
+def open_files(ranges: Iterable[StoredRange]) -> Iterator[dict[Path, int]]:
+    """Open the files of some ranges, for the block. Raises OSError."""
+    with ExitStack() as stack:
+        paths = dict.fromkeys(r.path for r in ranges)
+        yield {path: stack.enter_context(path.open("rb", buffering=0)).fileno() for path in paths}
 
 
 def manifest_of(path: Path) -> Manifest:
@@ -293,13 +404,84 @@ def manifest_of(path: Path) -> Manifest:
     return _described(path).manifest
 
 
-def known_checksums(path: Path, manifest: Manifest) -> tuple[int, ...] | None:
-    """Return the CRC-32 of each range of a weights file as written; None without a matching description."""
+def files_of(path: Path) -> list[Path]:
+    """Return the files with a weights file's bytes, then its description. Raises FileNotFoundError and FormatError."""
+    return [*(_file(path, name) for name in _described(path).files), description_path(path)]
+
+
+def stored_ranges(path: Path, manifest: Manifest) -> list[StoredRange]:
+    """Return where the segments, then the tables, are stored.
+
+    Without a matching description, they are in the file itself, and have no checksums.
+    """
     try:
         description = _described(path)
     except (OSError, FormatError):
-        return None
-    return description.checksums if description.manifest == manifest else None
+        description = None
+    if description is None or description.manifest != manifest:
+        return [StoredRange(path, offset, nbytes, None, "") for offset, nbytes in manifest.ranges]
+    return _ranges_of(path, description)
+
+
+def _ranges_of(path: Path, description: Description) -> list[StoredRange]:
+    known = zip(description.places, description.manifest.ranges, description.checksums, strict=True)
+    return [
+        StoredRange(_file(path, description.files[place.file]), place.offset, nbytes, crc, place.digest)
+        for place, (_, nbytes), crc in known
+    ]
+
+
+def _file(path: Path, name: str) -> Path:
+    return Path(os.path.normpath(path.parent / name)) if name else path
+
+
+def sweep(cache: Path) -> int:
+    """Remove packs that no description names, and copy the others without pieces that none names.
+
+    `cache` is the folder of lowered models. Open files stay as they are. Returns the bytes of disk space released.
+    """
+    with pieces.locked(cache) as folder:
+        users: dict[str, list[tuple[Path, Description]]] = {}
+        for path in cache.glob("*/weights-*.json"):
+            with suppress(OSError, FormatError):
+                description = _described(path)
+                for name in description.files:
+                    users.setdefault(name.rpartition("/")[2], []).append((path, description))
+        released = 0
+        for path in sorted(folder.glob("*.bin")):
+            status = path.stat()
+            if status.st_nlink > 1:  # its first model exists, and names all of it
+                continue
+            named = {
+                place.offset: (nbytes, place.digest)
+                for _, description in users.get(path.name, ())
+                for place, (_, nbytes) in zip(description.places, description.manifest.ranges, strict=True)
+                if description.files[place.file].endswith(path.name)
+            }
+            kept_bytes = sum(nbytes for nbytes, _ in named.values())
+            if kept_bytes == status.st_size:
+                continue
+            if named:
+                new, offsets = pieces.repack(folder, path.name, named)
+                for other, description in users[path.name]:
+                    _rename(other, description, path.name, new, offsets)
+            path.unlink()
+            released += status.st_size - kept_bytes
+        pieces.remove_from_index(folder)
+    return released
+
+
+def _rename(path: Path, description: Description, old: str, new: str, offsets: Mapping[int, int]) -> None:
+    """Write a description whose pieces in one pack are in another one, at other offsets."""
+    index = next(n for n, name in enumerate(description.files) if name.endswith(old))
+    description = _described(path)  # it may have been renamed for another pack
+    places = [
+        msgspec.structs.replace(place, offset=offsets[place.offset]) if place.file == index else place
+        for place in description.places
+    ]
+    files = [f"../{pieces.FOLDER}/{new}" if n == index else name for n, name in enumerate(description.files)]
+    changed = msgspec.structs.replace(description, places=tuple(places), files=tuple(files))
+    cache_file.write(path, msgspec.json.encode(changed))
 
 
 def checksum(fd: int, offset: int, nbytes: int) -> int:
@@ -310,11 +492,6 @@ def checksum(fd: int, offset: int, nbytes: int) -> int:
     return value
 
 
-def _checksums(path: Path, manifest: Manifest) -> tuple[int, ...]:
-    with path.open("rb", buffering=0) as file:
-        return tuple(checksum(file.fileno(), offset, nbytes) for offset, nbytes in manifest.ranges)
-
-
 def _described(path: Path) -> Description:
     raw = cache_file.read(description_path(path))
     return decode_as(raw, _decoder, "weights description", _DESCRIPTION_VERSION)
@@ -322,14 +499,6 @@ def _described(path: Path) -> Description:
 
 def description_path(path: Path) -> Path:
     return path.with_suffix(".json")
-
-
-def _write_tensor(fd: int, tensor: torch.Tensor, offset: int, codec: Codec = "plain") -> None:
-    raw = bytes_of(tensor)
-    for position in range(0, len(raw), _COPY_BYTES):
-        part = encode(codec, raw[position : position + _COPY_BYTES])
-        os.pwrite(fd, part.data, offset)
-        offset += len(part)
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

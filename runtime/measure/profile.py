@@ -1,10 +1,12 @@
 """Profiles of a lowered model, measured with every parameter resident, or read from the cache."""
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from msgspec.structs import replace
@@ -46,6 +48,9 @@ _CHEAP_TIMES = 10
 
 _SAMPLE_BYTES = 64 << 20
 """Bytes of a model that are copied to time the link provisionally: lowering needs memory in the same process."""
+
+_profiles: WeakValueDictionary[bytes, Profile] = WeakValueDictionary()
+"""Profiles in use, by a digest of their files, which models of a family share."""
 
 OpenArena = Callable[[int], AbstractContextManager[DeviceArena[Any]]]
 Build = Callable[[Lowered, Plan, None, DeviceArena[Any], Bases, HostStore[Any]], Program]
@@ -102,7 +107,10 @@ def _path(cache: Path, graph: str, device: str, *, provisional: bool) -> Path:
 
 def _cached(path: Path, graph: Graph) -> Profile | None:
     with suppress(FileNotFoundError, FormatError):
-        known = profile_format.decode(cache_file.read(path))
+        raw = cache_file.read(path)
+        key = hashlib.blake2b(raw).digest()
+        if (known := _profiles.get(key)) is None:
+            known = _profiles[key] = profile_format.decode(raw)
         if known.graph == graph.fingerprint and len(known.op_seconds) == len(graph.ops):
             return known
     return None

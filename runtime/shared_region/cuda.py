@@ -10,11 +10,11 @@ from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.commands import schedule
 from cohabit.runtime.cuda.program import AdmissionState, CudaProgram, prepare, prepared_copies
-from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import DeviceArena, HostStore
 from cohabit.runtime.shared_region.region import FetchPlan
 from cohabit.runtime.shared_region.relocatable import RelocatableModel
+from cohabit.runtime.stores.pinned import PinnedMemory
 
 _RELOCATED = "its parameters lie elsewhere at every run"
 

@@ -38,7 +38,7 @@ class RelocatableModel:
         """Check a plan that keeps every parameter, and draft it. Raises the errors of `runtime.binding.build`."""
         _require_relocatable(lowered.name, plan)
         drafted = draft(lowered, plan, profile, arena.device)
-        graph = drafted.graph
+        graph = lowered.graphs[drafted.graph.bucket]
         self._values = _StaticsAt(drafted, arena)
         self._arena = arena
         self._store = store
@@ -47,6 +47,7 @@ class RelocatableModel:
         self._constants = dict(drafted.constants)
         self.unplaced = Program(
             name=lowered.name,
+            graph=graph,
             draft=drafted,
             computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0) for c in drafted.computes),
             swap_ins=(),

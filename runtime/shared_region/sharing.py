@@ -190,6 +190,16 @@ class SharedRegion:
         result.link_bytes = _bytes_of(uses, fetch_plan) + (0 if ahead is None else ahead.nbytes)
         return result
 
+    def launches_ahead(self, program: Program) -> bool:
+        """Return False: where parameters lie follows from the runs before."""
+        return False
+
+    def begin(
+        self, program: Program, inputs: Sequence[torch.Tensor], *, on_recording: OnRecording | None = None
+    ) -> Result:
+        """Run an inference."""
+        return self.run(program, inputs, on_recording=on_recording)
+
     def _load_ahead(self, program: Program, running: str) -> None:
         """Begin to copy a model in, unless that needs the bytes of the running one."""
         if self._sharing.keeps != "models" or program.name in self._ahead:

@@ -1,8 +1,8 @@
 """Host stores: hold the parameters that are not in the arena.
 
-`RamStore` keeps the weights file's bytes in host memory. `FileStore` leaves them on disk and reads them with O_DIRECT
-where the file system supports it, so that the page cache holds no second copy. Both keep encoded segments encoded;
-copies decode them.
+`RamStore` keeps the weights file's bytes in host memory; segments and tables that several models share are there once.
+`FileStore` leaves them on disk and reads them with O_DIRECT where the file system supports it, so that the page cache
+holds no second copy. Both keep encoded segments encoded; copies decode them.
 """
 
 import mmap
@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -20,11 +20,24 @@ import torch
 
 from cohabit.runtime.errors import StoreChanged
 from cohabit.runtime.lowering.encoding.codec import Decoding, decoding, encoded_bytes
-from cohabit.runtime.lowering.weights import Manifest, Segment, Table, checksum, dtype_of, known_checksums
+from cohabit.runtime.lowering.weights import (
+    Manifest,
+    Segment,
+    StoredRange,
+    Table,
+    checksum,
+    dtype_of,
+    open_files,
+    stored_ranges,
+)
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
+from cohabit.runtime.pieces import HELD, FileState, HeldPiece, PieceKey, key_of, state_of
 from cohabit.runtime.stores.direct import open_direct, read_fully
 from cohabit.runtime.stores.pages import Bytes, anonymous_memory, release_pages, use_huge_pages
 from cohabit.runtime.stores.spill_buffers import file_spill_buffers, ram_spill_buffers
+
+_SETTLED_NS = 100_000_000
+"""A file that changed less than this ago may change again with the same times."""
 
 Store = HostStore[Bytes]
 """One model's host copy. Its copies run in the calling thread, without holding the GIL."""
@@ -38,7 +51,7 @@ def open_store(kind: StoreKind, path: Path, manifest: Manifest, *, verify_reads:
 
 
 class RamStore:
-    """The whole weights file in anonymous memory."""
+    """The whole weights file in anonymous memory. What other open stores have in memory already is not read again."""
 
     kind: StoreKind = "ram"
     staged = False
@@ -46,13 +59,30 @@ class RamStore:
 
     def __init__(self, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> None:
         self.manifest = manifest
-        self._bytes = np.frombuffer(anonymous_memory(manifest.file_bytes), np.uint8)
-        read_weights(path, manifest, self._bytes, verify_reads=verify_reads)
-        use_huge_pages(self._bytes)
+        ranges = stored_ranges(path, manifest)
+        with open_files(ranges) as files, HELD.reading:
+            keys = [key_of("ram", files[r.path], r.offset, r.digest) for r in ranges]
+            taken = [HELD.take(key) if key.digest else None for key in keys]
+            missing = [n for n, piece in enumerate(taken) if piece is None]
+            region = np.frombuffer(anonymous_memory(sum(ranges[n].nbytes for n in missing)), np.uint8)
+            try:
+                read_ranges(path, manifest, ranges, files, region, missing, verify_reads=verify_reads)
+            except BaseException:
+                self._release((key, piece) for key, piece in zip(keys, taken, strict=True) if piece is not None)
+                raise
+            use_huge_pages(region)
+            end = 0
+            for n in missing:
+                content = region[end : end + ranges[n].nbytes]
+                taken[n] = piece = HeldPiece(content, HELD.verified(files[ranges[n].path]))
+                end += ranges[n].nbytes
+                if keys[n].digest:
+                    HELD.add(keys[n], piece)
+        self._held = [(key, piece) for key, piece in zip(keys, taken, strict=True) if piece is not None]
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         s = self.manifest.segments[segment]
-        source = self._bytes[s.offset : s.offset + s.file_bytes]
+        source = self._content(segment)
         if s.is_encoded and destination.nbytes >= s.nbytes:
             return partial(_decode, decodings(s, source, destination))
         return lambda: np.copyto(destination, source[: destination.nbytes])
@@ -62,22 +92,35 @@ class RamStore:
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
-        return table_view(self._bytes, table, table.offset)
+        return table_view(self._content(_index_of(self.manifest, table)), table, 0)
+
+    def _content(self, index: int) -> Bytes:
+        content = self._held[index][1].content
+        assert content is not None
+        return content
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
         return ram_spill_buffers(sizes)
 
     def close(self) -> None:
-        release_pages(self._bytes)
+        held, self._held = self._held, []
+        self._release(held)
+
+    @staticmethod
+    def _release(held: Iterable[tuple[PieceKey, HeldPiece]]) -> None:
+        """Release pages that no other store uses."""
+        for key, piece in held:
+            if HELD.release(key, piece) and piece.content is not None:
+                release_pages(piece.content)
 
 
 class FileStore:
-    """The weights file itself. Tables are mapped, so that a gather reads only the pages of its rows.
+    """The files with the weights. Tables are mapped, so that a gather reads only the pages of its rows.
 
     A copy raises StoreChanged if it read other bytes than those written when the model was prepared. Its checksum is
-    verified if the file's size or times have changed since the start, and always with `verify_reads`. `check_tables`
-    does the same for the tables; with `verify_reads`, tables are verified once and kept in memory instead. If a table
-    is truncated between this check and a gather, the process ends.
+    verified if its file's size or times have changed since the start or since it was last verified, and always with
+    `verify_reads`. `check_tables` does the same for the tables; with `verify_reads`, tables are verified once and kept
+    in memory instead. If a table is truncated between this check and a gather, the process ends.
     """
 
     kind: StoreKind = "file"
@@ -85,28 +128,37 @@ class FileStore:
 
     def __init__(self, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> None:
         self.manifest = manifest
-        self._folder = path.parent
+        self._path = path
         self._verify_reads = verify_reads
-        self._checksums = _Checksums(path, manifest)
-        self._fd = open_direct(path, os.O_RDONLY)
-        self._state = self._tables_state = self._current_state()
+        self._ranges = stored_ranges(path, manifest)
+        self._fds: dict[Path, int] = {}
+        try:
+            for r in self._ranges:
+                if r.path not in self._fds:
+                    self._fds[r.path] = open_direct(r.path, os.O_RDONLY)
+        except OSError:
+            self._close_files()
+            raise
+        self._states = [self._current_state(n) for n in range(len(self._ranges))]
+        """Of each range's file, at the start or when the range was last verified."""
+        self._held = [self._in_use(n) for n, r in enumerate(self._ranges) if r.digest]
         self._tables: dict[str, Bytes] = {}
         self.check_tables = None if verify_reads or not manifest.tables else self._check_tables
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
-        s = self.manifest.segments[segment]
+        s, stored, fd = self.manifest.segments[segment], self._ranges[segment], self._fd(segment)
         is_encoded = s.is_encoded and destination.nbytes >= s.nbytes
         arriving = destination[s.nbytes - s.file_bytes : s.nbytes] if is_encoded else destination
         decoded = decodings(s, arriving, destination, in_place=True) if is_encoded else []
 
         def read() -> None:
             try:
-                read_fully(self._fd, arriving, s.offset)
+                read_fully(fd, arriving, stored.offset)
             except OSError:
-                if self._is_changed():
+                if self._is_changed(segment):
                     raise self._changed(segment) from None
                 raise
-            if self._verify_reads or self._is_changed():
+            if self._verify_reads or self._is_changed(segment):
                 self._verify(segment, arriving)
             _decode(decoded)
 
@@ -118,86 +170,95 @@ class FileStore:
     def _verify(self, segment: int, read: Bytes) -> None:
         nbytes = self.manifest.segments[segment].file_bytes
         if read.nbytes >= nbytes:
-            self._require_checksum(segment, zlib.crc32(read[:nbytes].data))
-        elif self._is_changed():  # only link measurements read less
+            self._require_checksum(segment, lambda: zlib.crc32(read[:nbytes].data))
+        elif self._is_changed(segment):  # only link measurements read less
             raise self._changed(segment)
 
-    def _require_checksum(self, index: int, found: int) -> None:
-        if not self._checksums.matches(index, found):
+    def _require_checksum(self, index: int, found: Callable[[], int]) -> None:
+        """Verify a range. It need not be verified again until its file changes once more, if that can be told."""
+        state = self._current_state(index)
+        if found() != self._ranges[index].checksum:
             raise self._changed(index)
+        if time.time_ns() > state[2] + _SETTLED_NS:
+            self._states[index] = state
 
     def _changed(self, index: int) -> StoreChanged:
         """Drop the page cache's copy, so that the check at the next start reads the disk. Returns the error."""
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        return self._checksums.changed(index)
+        os.posix_fadvise(self._fd(index), 0, 0, os.POSIX_FADV_DONTNEED)
+        return _store_changed(self._path, self.manifest, index)
 
-    def _current_state(self) -> tuple[int, int, int]:
-        status = os.fstat(self._fd)
-        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    def _fd(self, index: int) -> int:
+        return self._fds[self._ranges[index].path]
 
-    def _is_changed(self) -> bool:
-        return self._current_state() != self._state
+    def _in_use(self, index: int) -> tuple[PieceKey, HeldPiece]:
+        fd, stored = self._fd(index), self._ranges[index]
+        key = key_of("file", fd, stored.offset, stored.digest)
+        if (piece := HELD.take(key)) is None:
+            piece = HeldPiece(None, HELD.verified(fd))
+            HELD.add(key, piece)
+        return key, piece
+
+    def _current_state(self, index: int) -> FileState:
+        return state_of(self._fd(index))
+
+    def _is_changed(self, index: int) -> bool:
+        return self._current_state(index) != self._states[index]
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
         if self._verify_reads:
             return table_view(self._verified_table(table), table, 0)
-        with self._buffered() as file:
+        index = _index_of(self.manifest, table)
+        with self._buffered(index) as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         mapped.madvise(mmap.MADV_RANDOM)
-        return table_view(np.frombuffer(mapped, np.uint8), table, table.offset)
+        return table_view(np.frombuffer(mapped, np.uint8), table, self._ranges[index].offset)
 
     def _verified_table(self, table: Table) -> Bytes:
         if table.name not in self._tables:
-            index = len(self.manifest.segments) + self.manifest.tables.index(table)
-            offset, nbytes = list(self.manifest.ranges)[index]
+            index = _index_of(self.manifest, table)
+            nbytes = self._ranges[index].nbytes
             read = np.frombuffer(anonymous_memory(nbytes), np.uint8)[:nbytes]
-            with self._buffered() as file:
-                read_fully(file.fileno(), read, offset)
-            self._require_checksum(index, zlib.crc32(read.data))
+            with self._buffered(index) as file:
+                read_fully(file.fileno(), read, self._ranges[index].offset)
+            self._require_checksum(index, lambda: zlib.crc32(read.data))
             self._tables[table.name] = read
         return self._tables[table.name]
 
     def _check_tables(self) -> None:
-        """Compare the tables with their checksums if the file has changed since the last comparison."""
-        if (state := self._current_state()) == self._tables_state:
-            return
-        tables = list(enumerate(self.manifest.ranges))[len(self.manifest.segments) :]
-        with self._buffered() as file:
-            for n, (offset, nbytes) in tables:
-                self._require_checksum(n, checksum(file.fileno(), offset, nbytes))
-        self._tables_state = state
+        """Compare tables with their checksums if their file has changed since the last comparison."""
+        for index in range(len(self.manifest.segments), len(self._ranges)):
+            if self._is_changed(index):
+                stored = self._ranges[index]
+                with self._buffered(index) as file:
+                    fd = file.fileno()
+                    self._require_checksum(index, partial(checksum, fd, stored.offset, stored.nbytes))
 
-    def _buffered(self) -> BinaryIO:
+    def _buffered(self, index: int) -> BinaryIO:
         """Reopen the same file with the page cache, even if another file has its path now."""
-        return open(f"/proc/self/fd/{self._fd}", "rb")
+        return open(f"/proc/self/fd/{self._fd(index)}", "rb")
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:
-        return file_spill_buffers(self._folder, sizes)
+        return file_spill_buffers(self._path.parent, sizes)
 
     def close(self) -> None:
-        os.close(self._fd)
+        held, self._held = self._held, []
+        for key, piece in held:
+            HELD.release(key, piece)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
 
 
-class _Checksums:
-    """Checksums of the ranges of a weights file."""
-
-    def __init__(self, path: Path, manifest: Manifest) -> None:
-        self._file = f"{path.name} of {path.parent.name}"
-        self._names = [
-            *(f"segment {s.name}" for s in manifest.segments),
-            *(f"table {t.name}" for t in manifest.tables),
-        ]
-        self._known = known_checksums(path, manifest)
-
-    def matches(self, index: int, found: int) -> bool:
-        """Whether a range has this checksum; False if its checksum is unknown. Segments come first in `index`."""
-        return self._known is not None and self._known[index] == found
-
-    def changed(self, index: int) -> StoreChanged:
-        return StoreChanged(
-            f"{self._file}: {self._names[index]} was changed after it was loaded, or the disk returned other bytes"
-        )
+def _store_changed(path: Path, manifest: Manifest, index: int) -> StoreChanged:
+    """Return the error for a range with other bytes. Segments come first in `index`."""
+    names = [*(f"segment {s.name}" for s in manifest.segments), *(f"table {t.name}" for t in manifest.tables)]
+    return StoreChanged(
+        f"{path.name} of {path.parent.name}: {names[index]} was changed after it was loaded, or the disk returned other"
+        " bytes"
+    )
 
 
 def decodings(segment: Segment, source: Bytes, destination: Bytes, *, in_place: bool = False) -> list[Decoding]:
@@ -217,14 +278,30 @@ def _decode(prepared: Sequence[Decoding]) -> None:
 
 def read_weights(path: Path, manifest: Manifest, destination: Bytes, *, verify_reads: bool) -> None:
     """Read a whole weights file. With `verify_reads`, raises StoreChanged if its checksums differ."""
-    with path.open("rb", buffering=0) as file:
-        read_fully(file.fileno(), destination[: manifest.file_bytes], 0)
-    if not verify_reads:
-        return
-    known = _Checksums(path, manifest)
-    for n, (offset, nbytes) in enumerate(manifest.ranges):
-        if not known.matches(n, zlib.crc32(destination[offset : offset + nbytes].data)):
-            raise known.changed(n)
+    ranges = stored_ranges(path, manifest)
+    with open_files(ranges) as files:
+        whole = range(len(ranges))
+        read_ranges(path, manifest, ranges, files, destination, whole, verify_reads=verify_reads)
+
+
+def read_ranges(
+    path: Path,
+    manifest: Manifest,
+    ranges: Sequence[StoredRange],
+    files: Mapping[Path, int],
+    destination: Bytes,
+    wanted: Iterable[int],
+    *,
+    verify_reads: bool,
+) -> None:
+    """Read these ranges of open files, one after the other. With `verify_reads`, raises StoreChanged as above."""
+    end = 0
+    for n in wanted:
+        own = destination[end : end + ranges[n].nbytes]
+        read_fully(files[ranges[n].path], own, ranges[n].offset)
+        if verify_reads and zlib.crc32(own.data) != ranges[n].checksum:
+            raise _store_changed(path, manifest, n)
+        end += ranges[n].nbytes
 
 
 class Links:
@@ -338,6 +415,11 @@ def _sleep_until(end_s: float) -> float:
         return 0.0
     time.sleep(rest)
     return max(0.0, time.perf_counter() - end_s)
+
+
+def _index_of(manifest: Manifest, table: Table) -> int:
+    """Return a table's index among the ranges."""
+    return len(manifest.segments) + manifest.tables.index(table)
 
 
 def find_table(manifest: Manifest, name: str) -> Table:

@@ -23,6 +23,7 @@ from cohabit.planner.memory import parse_share, parse_size
 from cohabit.planner.search.registry import BASELINES, SEARCHERS
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.heap import allocated_bytes, release_free_memory, resident_bytes
+from cohabit.runtime.stores.pinned import HostPinning, PinnedMemory, default_limit_bytes
 from cohabit.runtime.training.copies.copying import CopyThread
 from cohabit.runtime.training.copies.spill import FileSpill, PinnedSpill, RamSpill
 from cohabit.runtime.training.copies.streams import CopyStreams, DeviceCopyThread
@@ -636,7 +637,9 @@ def _residency(device: torch.device, store: Literal["ram", "file"], folder: Path
     if device.type == "cpu":
         return Residency(device, RamSpill() if store == "ram" else FileSpill(folder), CopyThread())
     if store == "ram":
-        return Residency(device, PinnedSpill(), CopyStreams(device))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        pinned = PinnedMemory(HostPinning(index), default_limit_bytes())
+        return Residency(device, PinnedSpill(pinned, partial(torch.cuda.synchronize, index)), CopyStreams(device))
     return Residency(device, FileSpill(folder), DeviceCopyThread(device))
 
 

@@ -29,7 +29,7 @@ def held_by_others(tensors: Iterable[torch.Tensor]) -> set[int]:
         if (
             storage_uses(storage._cdata) > own[key] + 1
             or sys.getrefcount(storage) > REFERENCES
-            or storage.is_shared()
+            or (storage.device.type == "cpu" and storage.is_shared())  # torch says so of all on a GPU
         ):
             held.add(key)
     return held

@@ -59,7 +59,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     if options.action == "ls":
         return _list(cache, contents, out)
     if options.action == "remeasure":
-        return _remeasure(options.model, contents, out, errors)
+        return _remeasure(cache, options.model, contents, out, errors)
     doomed = contents.files if options.all else _unused(options.unused_by, contents, errors)
     for archive in sorted(contents.lowered.values(), key=lambda one: one.digits):
         if archive.lowered and archive.lowered <= doomed:
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
     if not options.yes and not (sys.stdin.isatty() and out.input("remove them? [y/N] ").strip().lower() == "y"):
         errors.print("cohabit: nothing was removed; confirm with y, or give --yes")
         return EXIT_FAILED
-    return _remove(doomed, out, errors)
+    return _remove(cache, doomed, out, errors)
 
 
 def _list(cache: Path, contents: CacheContents, out: Console) -> int:
@@ -89,9 +89,7 @@ def _list(cache: Path, contents: CacheContents, out: Console) -> int:
     print_table(out, table, total=f"{cache}: {format_bytes(disk_bytes(contents.files))} in all")
     if contents.others:
         size = format_bytes(disk_bytes(contents.others))
-        out.print(
-            f"{len(contents.others)} other files, {size}: of several models, or of none listed", soft_wrap=True
-        )
+        out.print(f"{len(contents.others)} other files, {size}: of all models, or of none listed", soft_wrap=True)
     return 0
 
 
@@ -102,7 +100,7 @@ def _unused(repository: Path, contents: CacheContents, errors: Console) -> set[P
     return contents.unused_by(repository, keep)
 
 
-def _remeasure(model: Path, contents: CacheContents, out: Console, errors: Console) -> int:
+def _remeasure(cache: Path, model: Path, contents: CacheContents, out: Console, errors: Console) -> int:
     from cohabit.server.repository.scan import find
 
     source = find(model)
@@ -110,13 +108,13 @@ def _remeasure(model: Path, contents: CacheContents, out: Console, errors: Conso
     if not profiles:
         out.print(f"the cache has no profiles of {source.name}; the next start measures it", soft_wrap=True)
         return 0
-    status = _remove(profiles, out, errors)
+    status = _remove(cache, profiles, out, errors)
     out.print(f"the next start measures {source.name}, and plans it for what it finds", soft_wrap=True)
     return status
 
 
-def _remove(files: Iterable[Path], out: Console, errors: Console) -> int:
-    removal = remove(files)
+def _remove(cache: Path, files: Iterable[Path], out: Console, errors: Console) -> int:
+    removal = remove(cache, files)
     for path, error in removal.errors:
         errors.print(f"cohabit: {path} cannot be removed: {error.strerror}", markup=False, soft_wrap=True)
     out.print(f"removed {removal.count} files, {format_bytes(removal.nbytes)}", soft_wrap=True)

@@ -16,7 +16,7 @@ from cohabit.server.config.sizes import write_size
 from cohabit.server.errors import ConfigError
 
 CONFIG_VARIABLE = f"{PREFIX}CONFIG"
-_NO_SETTINGS = (CONFIG_VARIABLE, f"{PREFIX}INTERPRET")
+_NO_SETTINGS = (CONFIG_VARIABLE, f"{PREFIX}INTERPRET", f"{PREFIX}PINNED_MEMORY")
 """Variables with our prefix that are not settings. The second belongs to `cohabit.planner.compiled`."""
 
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}

@@ -14,7 +14,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.problem import Division
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX
 from cohabit.runtime.lowering.lower import Entry
-from cohabit.runtime.lowering.weights import description_path
+from cohabit.runtime.lowering.weights import files_of
 from cohabit.server.config.bundle import CACHE, MANIFEST, MODELS, Bundle, BundledModel, described, read_bundle
 from cohabit.server.config.config import BY_KEY, ServeConfig, cache_of
 from cohabit.server.config.sizes import write_size
@@ -141,7 +141,7 @@ def _write(model: Model, memory: Memory, config: ServeConfig, output: Path) -> N
     source, cache = model.source, cache_of(config)
     lowered, batches, buckets = model.lowered, wanted_batches(source, config), wanted_buckets(source, config)
     entry = Entry(cache / "weights", lowered.archive, batches, lowered.options, buckets)
-    for path in (entry.program_path, lowered.weights_path, description_path(lowered.weights_path)):
+    for path in (entry.program_path, *files_of(lowered.weights_path)):
         _copy(path, output / CACHE / path.relative_to(cache))
     store_profiles(lowered, model.profiles, output / CACHE / "profiles")
     Library(output / CACHE).store_plans(model.demand, memory, config.search, model.plans)

@@ -14,6 +14,7 @@ from cohabit.planner.sizing.problem import Division
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering.lower import NotCached
+from cohabit.runtime.pieces import HELD
 from cohabit.runtime.stores.pages import release_code_pages
 from cohabit.server.config.bundle import Bundle
 from cohabit.server.config.config import ServeConfig
@@ -308,7 +309,10 @@ def measure_process_memory(limit_bytes: int, models: Sequence[Model], config: Se
     """Measure this process, once the models' host stores are open and before anything is loaded."""
     release_free_memory()
     release_code_pages()
-    store_bytes = sum(m.lowered.manifest.file_bytes for m in models) if config.store == "ram" else 0
+    store_bytes = 0
+    if config.store == "ram":  # on a CPU, pieces that models share are there once
+        own_bytes = sum(model.lowered.manifest.file_bytes for model in models)
+        store_bytes = HELD.nbytes if config.device == "cpu" else own_bytes
     base_bytes = resident_bytes() + config.frontend_bytes - store_bytes
     state_bytes = config.queue_bytes if any(model.sequences is not None for model in models) else 0
     return ProcessMemory(limit_bytes, base_bytes, store_bytes, config.queue_bytes, state_bytes)

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend, OpenLayout, SharedLayout
-from cohabit.runtime.binding.program import Bases
+from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.memory import DeviceArena
 from cohabit.server.config.machine import resident_bytes
 from cohabit.server.deploy.model import Model, Plans, Programs
@@ -75,11 +76,14 @@ class PartitionedMemory:
         model: Model,
         plans: Plans,
         extent: Extent,
+        programs: dict[Bucket, Program],
         *,
         workspace_bytes: int | None = None,
         throttle: bool = False,
-    ) -> Programs:
-        """Bind a model's plans to an extent, as programs. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
+    ) -> None:
+        """Add programs that bind a model's plans to an extent. Raises InvalidPlan, UnsupportedPlan or MemoryExceeded.
+
+        The caller releases `programs` also after an error: those made until then have pinned memory.
 
         `workspace_bytes` is the size of each lane's workspace when the programs run; None for the current size.
         Binding holds the interpreter lock; with `throttle`, it sleeps half of the time so that serving threads can run.
@@ -87,7 +91,6 @@ class PartitionedMemory:
         assert self.arena is not None
         each = self.partitions.workspace_bytes if workspace_bytes is None else workspace_bytes
         bases = Bases(partition=extent.offset, workspace=model.lane * each)
-        programs = {}
         for bucket, plan in plans.items():
             start_s = time.perf_counter()
             profile = model.profiles[bucket]
@@ -96,7 +99,6 @@ class PartitionedMemory:
             programs[bucket] = replace(program, name=model.load_id)
             if throttle:
                 time.sleep(time.perf_counter() - start_s)
-        return programs
 
     def bind_shared(self, model: Model) -> Programs:
         """Bind plans in which every parameter is resident to the shared region. Raises as `bind` does."""

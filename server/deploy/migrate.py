@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.binding.program import Program
 from cohabit.server.deploy.decide import Decision, Resizing
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.model import Model, Plans, PlansFound, Programs
@@ -98,8 +100,10 @@ class Migrator:
             for load_id, model in models.items():
                 if load_id in moving:
                     found = resizing.plans.get(load_id, model.found)
-                    programs[load_id] = await in_thread(
-                        memory.bind, model, found.plans, wanted[load_id], workspace_bytes=workspace, throttle=True
+                    own: dict[Bucket, Program] = {}
+                    programs[load_id], extent = own, wanted[load_id]
+                    await in_thread(
+                        memory.bind, model, found.plans, extent, own, workspace_bytes=workspace, throttle=True
                     )
             if displaced is not None:
                 await self._displace(displaced)
@@ -117,7 +121,12 @@ class Migrator:
         """
         extent, before = self._memory.partitions.held[model.load_id], model.plans
         found = PlansFound(plans, searched=True)
-        programs = await in_thread(self._memory.bind, model, plans, extent, throttle=True)
+        programs: dict[Bucket, Program] = {}
+        try:
+            await in_thread(self._memory.bind, model, plans, extent, programs, throttle=True)
+        except BaseException:
+            await self._release_programs(model, programs)
+            raise
         async with self.restoring_on_failure():
             if plans[min(plans)].residents == before[min(before)].residents:
                 await self._lanes[model.lane].call_on_lane(lambda: model.servable.switch(programs))
@@ -182,9 +191,9 @@ class Migrator:
         extent = memory.partitions.take(model.load_id, wanted.partition_bytes)
         assert grown
         assert extent is not None
-        programs: Programs = {}
+        programs: dict[Bucket, Program] = {}
         try:
-            programs = await in_thread(memory.bind, model, model.plans, extent, throttle=throttle)
+            await in_thread(memory.bind, model, model.plans, extent, programs, throttle=throttle)
             await lane.perform(memory.resident_load(programs, model.lane))
             memory.add(model, programs)
         except BaseException:

@@ -3,8 +3,10 @@
 Models move one at a time, while others are served.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 from cohabit.planner.memory import Memory
 
@@ -129,23 +131,38 @@ def moves(
     moves each vacated model.
     """
     at = dict(now)
+    # Owners by address. Empty extents overlap nothing.
+    order = sorted((name for name in at if at[name].nbytes), key=lambda name: at[name].offset)
     workspace = Extent(0, workspace_bytes)
     steps: list[ReleaseForMove | Move] = [
         ReleaseForMove(name) for name, extent in at.items() if extent.overlaps(workspace)
     ]
     for step in steps:
+        order.remove(step.owner)
         del at[step.owner]
+
+    def blockers(owner: str) -> list[str]:
+        """Return the other owners whose extents overlap a model's wanted extent; they are neighbours by address."""
+        end = bisect_left(order, wanted[owner].end, key=lambda name: at[name].offset)
+        found = takewhile(lambda name: at[name].end > wanted[owner].offset, reversed(order[:end]))
+        return [name for name in found if name != owner and at[name].overlaps(wanted[owner])]
+
     waiting = [name for name in wanted if at.get(name) != wanted[name]]
     while waiting:
-        free = next((name for name in waiting if not _blockers(name, at, wanted)), None)
+        free = next((name for name in waiting if not blockers(name)), None)
         if free is None:
-            away = min(waiting, key=lambda name: min(len(_blockers(name, at, wanted)), len(at)))
-            for name in _blockers(away, at, wanted):
+            away = min(waiting, key=lambda name: min(len(blockers(name)), len(at)))
+            for name in blockers(away):
                 steps.append(ReleaseForMove(name))
+                order.remove(name)
                 del at[name]
             free = away
         steps.append(Move(free, wanted[free]))
+        if free in order:
+            order.remove(free)
         at[free] = wanted[free]
+        if at[free].nbytes:
+            insort(order, free, key=lambda name: at[name].offset)
         waiting.remove(free)
     return steps
 
@@ -153,11 +170,6 @@ def moves(
 def vacate_all(wanted: Mapping[str, Extent]) -> list[ReleaseForMove | Move]:
     """Return steps that vacate every model before the first moves, for a change of all workspaces."""
     return [*(ReleaseForMove(name) for name in wanted), *(Move(name, extent) for name, extent in wanted.items())]
-
-
-def _blockers(owner: str, at: Mapping[str, Extent], wanted: Mapping[str, Extent]) -> list[str]:
-    """Return the other owners whose extents overlap a model's wanted extent."""
-    return [name for name, extent in at.items() if name != owner and extent.overlaps(wanted[owner])]
 
 
 def packed(sizes: Mapping[str, int], now: Mapping[str, Extent], arena_bytes: int) -> dict[str, Extent]:

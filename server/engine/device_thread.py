@@ -59,14 +59,31 @@ class LoadedServable:
     sequences: Sequences | None = None
     """Sequences of its requests; None for a model without sequences."""
 
-    def execute(self, tickets: Sequence[Ticket], on_recording: "OnRecording | None" = None) -> Answer:
-        """Execute requests together. For a model with sequences, keeps the resulting states until they are settled."""
+    def begin(
+        self, tickets: Sequence[Ticket], on_recording: "OnRecording | None" = None
+    ) -> Answer | Callable[[], Answer]:
+        """Begin to execute requests together. For a model with sequences, keeps the states until they are settled."""
         rows = sum([ticket.request.batch for ticket in tickets])
         if self.sequences is None:
-            return self.servable.execute([ticket.request.inputs for ticket in tickets], rows, on_recording)
-        answer = self.servable.execute([self.sequences.inputs_of(tickets)], rows, on_recording)
+            return self.servable.begin([ticket.request.inputs for ticket in tickets], rows, on_recording)
+        begun = self.servable.begin([self.sequences.inputs_of(tickets)], rows, on_recording)
+        answer = begun if isinstance(begun, Answer) else begun()
         self.sequences.keep(tickets, answer.outputs)
         return answer
+
+
+@dataclass(slots=True, eq=False)
+class _Execution:
+    """Requests of one load that are executed together."""
+
+    load: LoadedServable
+    tickets: Sequence[Ticket]
+    batch: Batch
+    """What was dispatched; `tickets` has one of it where they are executed one by one."""
+    started_s: float
+    """From when on the device has had nothing before it."""
+    outcome: Answer | Callable[[], Answer] | RequestError | None = None
+    """A function that waits for the answer, while the device goes on by itself."""
 
 
 class DeviceThread:
@@ -88,6 +105,8 @@ class DeviceThread:
         """Start and predicted duration of the current execution, in seconds; zeros without one."""
         self._owner = owner
         self._lane = lane
+        self._running: _Execution | None = None
+        """Execution with which the device goes on by itself."""
         self._background_is_next = False
         """Whether the next step belongs to background work, because the last one was an execution."""
         self._thread = threading.Thread(target=self._run, name=f"lane-{lane}", daemon=True)
@@ -108,30 +127,51 @@ class DeviceThread:
         try:
             while not self.stopped:
                 self._step()
+            if self._running is not None:
+                self._end(self._running)
         except BaseException as error:  # a bug in the engine: no request may wait for ever
             _log.error("the engine has failed", exc_info=error)
             self._call_on_loop(self._owner.device_lost, f"the engine has failed: {type(error).__name__}: {error}")
 
     def _step(self) -> None:
-        """Alternate between an execution and a piece of background work; wait if there is neither."""
+        """Alternate between an execution and a piece of background work; wait if there is neither.
+
+        If the device goes on with an execution by itself, the next one is begun before this one is waited for.
+        Background work finds the device idle.
+        """
+        running = self._running
         with self.changed:
             now_s = time.monotonic()
             pending = self.background[0] if self.background else None
-            batch = None if pending is not None and self._background_is_next else self._next(now_s)
-            self._background_is_next = batch is not None
+            if running is not None:
+                batch = None if pending is not None or self.stopped else self._next_ahead(now_s)
+            else:
+                batch = None if pending is not None and self._background_is_next else self._next(now_s)
+            self._background_is_next = batch is not None or running is not None
             # Under the lock: once the batch has left its queue, the event loop may forget the load.
             load = None if batch is None else self.loads[batch.tickets[0].load_number]
             upcoming = None if batch is None else self.scheduler.upcoming()
             following = None if upcoming is None else self.loads[upcoming.tickets[0].load_number]
-            if batch is None and pending is None and not self.stopped:
+            if batch is None and running is None and pending is None and not self.stopped:
                 wait_s = self.scheduler.wake_s(now_s) - now_s
                 self.changed.wait(None if wait_s == math.inf else max(wait_s, 0.0))
+        begun = None
         if batch is not None and load is not None:
             if upcoming is not None and following is not None:
                 following.servable.foresee(upcoming.tickets[0].request.inputs, upcoming.rows)
-            self._execute(batch, load)
+            tickets = batch.tickets if load.sequences is None else load.sequences.in_rows(batch.tickets)
+            begun = self._begin(load, tickets, batch, after=running)
+        if running is not None:
+            self._end(running)
+            if begun is not None and callable(begun.outcome):
+                self._starts(begun)
+        if begun is not None and not callable(begun.outcome):
+            self._end(begun)
+            begun = None
+        self._running = begun
+        if begun is None:
             self.executing = (0.0, 0.0)
-        elif pending is not None:
+        if batch is None and running is None and pending is not None:
             self._do_piece(pending)
 
     def _next(self, now_s: float) -> Batch | None:
@@ -140,6 +180,15 @@ class DeviceThread:
         if late := self.scheduler.shed(now_s):
             self._call_on_loop(self._owner.refuse_late, late)
         return batch
+
+    def _next_ahead(self, now_s: float) -> Batch | None:
+        """Take the next requests if the device can have them during an execution, and no others would join them."""
+        batch = self.scheduler.ready_ahead(now_s)
+        if batch is None:
+            return None
+        load, inputs = self.loads[batch.tickets[0].load_number], batch.tickets[0].request.inputs
+        is_ready = load.sequences is None and load.servable.launches_ahead(inputs, batch.rows)
+        return self._next(now_s) if is_ready else None
 
     def _do_piece(self, pending: PendingWork) -> None:
         """Do one piece of background work; after the last one, or an error, remove the work and report its end."""
@@ -160,35 +209,54 @@ class DeviceThread:
         except RuntimeError:
             _log.debug("the event loop has closed")
 
-    def _execute(self, batch: Batch, load: LoadedServable) -> None:
-        """Execute requests together; if that fails, one by one, so that only the faulty ones fail."""
-        tickets = batch.tickets if load.sequences is None else load.sequences.in_rows(batch.tickets)
-        started_s = time.monotonic()
-        outcomes = self._outcomes(load, tickets, batch)
+    def _begin(
+        self,
+        load: LoadedServable,
+        tickets: Sequence[Ticket],
+        batch: Batch,
+        after: "_Execution | None" = None,
+    ) -> "_Execution":
+        """Begin to execute requests together; `after` an execution that has not ended."""
+        execution = _Execution(load, tickets, batch, time.monotonic())
+        if after is None:
+            self._starts(execution)
+        else:
+            for ticket in tickets:
+                ticket.request.mark(execution.started_s, after.batch.predicted_s + batch.predicted_s)
+        execution.outcome = _caught(tickets, lambda: load.begin(tickets, self._on_recording(tickets)))
+        return execution
+
+    def _starts(self, execution: "_Execution") -> None:
+        """Note that the device has nothing before an execution."""
+        execution.started_s = time.monotonic()
+        self.executing = (execution.started_s, execution.batch.predicted_s)
+        for ticket in execution.tickets:
+            ticket.request.mark(*self.executing)
+
+    def _end(self, execution: "_Execution") -> None:
+        """Wait for an execution. If it failed, execute its requests one by one, so that only the faulty ones fail."""
+        load, tickets, batch = execution.load, execution.tickets, execution.batch
+        outcomes = self._outcomes(execution)
         ended_s = time.monotonic()
         failed = isinstance(outcomes[0], RequestError)
         with self.changed:
-            self.scheduler.finished(batch, ended_s, None if failed else ended_s - started_s)
+            self.scheduler.finished(batch, ended_s, None if failed else ended_s - execution.started_s)
         if failed and len(tickets) > 1:
-            outcomes = [self._outcomes(load, [ticket], batch)[0] for ticket in tickets]
+            outcomes = [self._outcomes(self._begin(load, [ticket], batch))[0] for ticket in tickets]
             ended_s = time.monotonic()
         self._call_on_loop(self._owner.executed, tickets, outcomes, ended_s, load.servable.lost)
 
-    def _outcomes(self, load: LoadedServable, tickets: Sequence[Ticket], batch: Batch) -> Sequence[Outcome]:
-        """Execute requests together. Returns an answer for each or, if the execution fails, an error for each."""
-        started_s = time.monotonic()
-        self.executing = (started_s, batch.predicted_s)
-        for ticket in tickets:
-            ticket.request.mark(*self.executing)
-        try:
-            batch_answer = load.execute(tickets, self._on_recording(tickets))
-        except RequestError as error:
-            return [error] * len(tickets)
-        except Exception as error:
-            return [_error_of(tickets[0].request, error)] * len(tickets)
+    def _outcomes(self, execution: "_Execution") -> Sequence[Outcome]:
+        """Wait for an execution. Returns an answer for each request or, if it fails, an error for each."""
+        load, tickets, outcome = execution.load, execution.tickets, execution.outcome
+        if callable(outcome):
+            outcome = _caught(tickets, outcome)
+        if isinstance(outcome, RequestError):
+            return [outcome] * len(tickets)
+        assert isinstance(outcome, Answer)
         executed_s = time.monotonic()
-        self.computed_s += max(batch_answer.timing.compute_s - batch_answer.timing.stall_s, 0.0)
-        answers = self._answers(tickets, batch_answer, started_s, executed_s)
+        self.computed_s += max(outcome.timing.compute_s - outcome.timing.stall_s, 0.0)
+        answers = self._answers(tickets, outcome, execution.started_s, executed_s)
         load.statistics.executed([answer.timing for answer in answers], time.time())
         return answers
 
@@ -231,6 +299,18 @@ class DeviceThread:
             on_spans([DeviceSpan(**asdict(span), compute_lane=lane) for span in recording.spans()])
 
         return on_recording
+
+
+def _caught(
+    tickets: Sequence[Ticket], call: Callable[[], Answer | Callable[[], Answer]]
+) -> Answer | Callable[[], Answer] | RequestError:
+    """Call, and return the error for clients if that fails."""
+    try:
+        return call()
+    except RequestError as error:
+        return error
+    except Exception as error:
+        return _error_of(tickets[0].request, error)
 
 
 def _error_of(request: Request, error: Exception) -> RequestError:

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import ge
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from cohabit.planner.shapes import Bucket, DynamicShape
-from cohabit.runtime.backend import Runner
+from cohabit.runtime.backend import Result, Runner
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.errors import DeviceError, UnsupportedModel
 from cohabit.runtime.lowering.indices import indexed_values
@@ -142,8 +143,14 @@ class ProgramServable:
             if buckets:
                 self.executor.foresee(self.programs[min(buckets)])
 
-    def execute(self, requests: Sequence[Inputs], rows: int, on_recording: OnRecording | None = None) -> Answer:
-        """Run one execution, or several in turn if there are more rows than planned. Compute lane's thread."""
+    def launches_ahead(self, inputs: Inputs, rows: int) -> bool:
+        buckets = self._holding(rows, self._sizes(inputs))
+        return bool(buckets) and self.executor.launches_ahead(self.programs[min(buckets)])
+
+    def begin(
+        self, requests: Sequence[Inputs], rows: int, on_recording: OnRecording | None = None
+    ) -> Answer | Callable[[], Answer]:
+        """Begin one execution, or run several in turn if there are more rows than planned. Compute lane's thread."""
         most = max(self.programs).batch
         if self.info.max_batch_size and rows > most:
             return self._in_parts(requests, most, on_recording)
@@ -155,12 +162,34 @@ class ProgramServable:
             self._tensor([inputs[p.name] for inputs in requests], p, rows, p.at(planned, symbols))
             for p in self.inputs
         ]
+        with self._explaining(requests):
+            begun = self.executor.begin(program, tensors, on_recording=on_recording)
+        if isinstance(begun, Result):
+            return self._answer(begun, rows, tensors)
+        wait = begun
+
+        def finish() -> Answer:
+            with self._explaining(requests):
+                result = wait()
+            return self._answer(result, rows, tensors)
+
+        return finish
+
+    def execute(self, requests: Sequence[Inputs], rows: int, on_recording: OnRecording | None = None) -> Answer:
+        begun = self.begin(requests, rows, on_recording)
+        return begun if isinstance(begun, Answer) else begun()
+
+    @contextmanager
+    def _explaining(self, requests: Sequence[Inputs]) -> Iterator[None]:
+        """Turn the device's error for a value out of range into the client's."""
         try:
-            result = self.executor.run(program, tensors, on_recording=on_recording)
+            yield
         except DeviceError as error:
             if (reason := self._out_of_range(requests)) is not None:
                 raise InvalidRequest(reason) from error
             raise
+
+    def _answer(self, result: Result, rows: int, tensors: Sequence[torch.Tensor]) -> Answer:
         start_s = time.perf_counter()
         own = rows if self.info.max_batch_size else None
         outputs = {

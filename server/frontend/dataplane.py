@@ -184,14 +184,18 @@ class DataPlane:
     async def config(self, model: str, version: str | None) -> ModelConfig:
         info = self._client.catalog.require(model, version)
         entry = self._client.catalog.find(model, version)
-        report = (await self.report()).models.get(info.key)
+        report = (await self._client.report(info.key)).models.get(info.key)
         given = None if entry.config is None else ModelConfig.FromString(entry.config)
         return config_of(info, given, None if report is None else report.captures, self._config.device)
 
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
         """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises Refused if none."""
         entries = self._client.catalog.ready(model, version)
-        return descriptions.statistics(entries, (await self.report()).models)
+        if model is None or any(entry.key in self._ensembles for entry in entries):
+            return descriptions.statistics(entries, (await self.report()).models)
+        reports = [await self._client.report(entry.key) for entry in entries]
+        counted = {key: counters for report in reports for key, counters in report.models.items()}
+        return descriptions.statistics(entries, counted)
 
     async def report(self) -> EngineReport:
         """Return the engine's counters, and those of ensembles, which the front end counts."""

@@ -55,8 +55,8 @@ class EngineClient(Protocol):
         """Unload all versions of a model. See `Lifecycle.unload`."""
         ...
 
-    async def report(self) -> EngineReport:
-        """Return the engine's counters; while it is unavailable, the last ones."""
+    async def report(self, model: ModelKey | None = None) -> EngineReport:
+        """Return the engine's counters, or those of one model; while it is unavailable, the last ones."""
         ...
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:

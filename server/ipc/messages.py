@@ -54,6 +54,8 @@ class UnloadModel(msgspec.Struct, frozen=True, tag="unload"):
 
 class AskReport(msgspec.Struct, frozen=True, tag="report"):
     id: int
+    model: ModelKey | None = None
+    """Report this model's counters only, and nothing of the device."""
 
 
 class CountRejection(msgspec.Struct, frozen=True, tag="rejected"):

@@ -5,6 +5,7 @@ import gc
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -26,6 +27,9 @@ from cohabit.server.repository.scan import scan, versions_of
 from cohabit.server.repository.sources import EnsembleSource, ModelSource, ScannedVersion, Unloadable, by_name
 from cohabit.server.triton.ensembles import is_ensemble
 from cohabit.server.triton.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from cohabit.server.deploy.model import Model
 
 _log = logging.getLogger("cohabit.engine")
 
@@ -159,19 +163,12 @@ class Engine:
         for lane in self.lanes:  # its model may have been unloaded
             await lane.ended(request)
 
-    def report(self) -> EngineReport:
-        models = {
-            key: ModelCounters(
-                self.registry.statistics(key),
-                lane.pending(key),
-                lane.correction(key),
-                dict(model.servable.captures),
-                *((0, 0) if sequences is None else (sequences.count, sequences.nbytes)),
-            )
-            for key, model in self.lifecycle.serving.items()
-            for lane in [self.lanes[model.lane]]
-            for sequences in [lane.sequences(key)]
-        }
+    def report(self, only: ModelKey | None = None) -> EngineReport:
+        """Return the counters of all models and of the device, or of one model."""
+        serving = self.lifecycle.serving
+        if only is not None:
+            return EngineReport({only: self._counters(only, serving[only])} if only in serving else {})
+        models = {key: self._counters(key, model) for key, model in serving.items()}
         use = self.lifecycle.use
         computed_s = {
             lane_name("compute", number, len(self.lanes)): lane.device.computed_s
@@ -179,6 +176,17 @@ class Engine:
         }
         busy_s = {**computed_s, **use.lane_busy_s}
         return EngineReport(models, msgspec.structs.replace(use, lane_busy_s=busy_s))
+
+    def _counters(self, key: ModelKey, model: "Model") -> ModelCounters:
+        lane = self.lanes[model.lane]
+        sequences = lane.sequences(key)
+        return ModelCounters(
+            self.registry.statistics(key),
+            lane.pending(key),
+            lane.correction(key),
+            dict(model.servable.captures),
+            *((0, 0) if sequences is None else (sequences.count, sequences.nbytes)),
+        )
 
     async def stop(self) -> bool:
         """Refuse unanswered requests and release the device. Returns False if a thread is still busy."""

@@ -244,8 +244,11 @@ class EngineConnection:
     async def unload(self, model: str) -> None:
         await self._call(lambda id_: messages.UnloadModel(id_, model))
 
-    async def report(self) -> EngineReport:
-        """Return the engine's counters. Callers during a fetch share the next report."""
+    async def report(self, model: ModelKey | None = None) -> EngineReport:
+        """Return the engine's counters, or those of one model. Callers during a fetch share the next report of all."""
+        if model is not None:
+            self._send_rejections()
+            return await self._asked(model) or self._last_report
         if self._next_report is None:
             self._next_report = asyncio.create_task(self._fetch_report())
         return await asyncio.shield(self._next_report)
@@ -255,12 +258,17 @@ class EngineConnection:
             self._next_report = None  # later callers start a new report
             if self._started:
                 self._send_rejections()
-                try:
-                    async with asyncio.timeout(_REPORT_S):
-                        self._last_report = await self._call(messages.AskReport) or self._last_report
-                except (TimeoutError, RequestError):
-                    _log.debug("the engine did not report")
+                self._last_report = await self._asked(None) or self._last_report
             return self._last_report
+
+    async def _asked(self, model: ModelKey | None) -> EngineReport | None:
+        """Return the counters of one model, or of all; None if the engine does not report them in time."""
+        try:
+            async with asyncio.timeout(_REPORT_S):
+                return await self._call(lambda id_: messages.AskReport(id_, model))
+        except (TimeoutError, RequestError):
+            _log.debug("the engine did not report")
+            return None
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:
         if not self._started:

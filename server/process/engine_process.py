@@ -129,7 +129,7 @@ class FrontendConnection:
                 case messages.UnloadModel():
                     await engine.lifecycle.unload(operation.model)
                 case messages.AskReport():
-                    report = engine.report()
+                    report = engine.report(operation.model)
             self.channel.send(messages.Done(operation.id, report))
         except CohabitError as error:
             self.channel.send(messages.Failed(operation.id, to_wire(error)))

@@ -57,8 +57,8 @@ class InProcessEngine:
     async def unload(self, model: str) -> None:
         await self._engine.lifecycle.unload(model)
 
-    async def report(self) -> EngineReport:
-        return self._engine.report()
+    async def report(self, model: ModelKey | None = None) -> EngineReport:
+        return self._engine.report(model)
 
     def count_rejection(self, model: ModelKey, reason: str) -> None:
         self._engine.registry.count_rejection(model, reason)

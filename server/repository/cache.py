@@ -10,6 +10,7 @@ import msgspec
 
 from cohabit.planner import cache_file
 from cohabit.planner.errors import CohabitError, FormatError
+from cohabit.runtime import pieces
 from cohabit.server.errors import RepositoryError
 
 _NAME = re.compile(r"(cuda-)?[0-9a-f]{32,64}(\.division|\.ladders)?\.json", re.ASCII)
@@ -62,15 +63,17 @@ class CachedArchive:
 @dataclass
 class CacheContents:
     lowered: dict[str, CachedArchive]
-    """By the first digits of the fingerprint."""
+    """By the first digits of the fingerprint. Archives that differ in their weights only share profiles and plans."""
     others: set[Path]
-    """Files that belong to no lowered archive, or to several."""
+    """Files that belong to no lowered archive, or to all."""
+    packs: set[Path]
+    """Files with the weights that several archives may share, and their index."""
     fingerprints: dict[Path, str]
     """Fingerprint of the archive at each path when it was read."""
 
     @property
     def files(self) -> set[Path]:
-        return self.others.union(*(archive.files for archive in self.lowered.values()))
+        return self.others.union(self.packs, *(archive.files for archive in self.lowered.values()))
 
     def of_archive(self, path: Path) -> CachedArchive:
         """Return the files of an archive, which may be none. Raises CohabitError if it cannot be read."""
@@ -86,7 +89,9 @@ class CacheContents:
         these files are unknown.
         """
         used = {fingerprint[:_PREFIX_DIGITS] for fingerprint in self._archives_of(repository, on_damaged)}
-        return set().union(*(archive.files for digits, archive in self.lowered.items() if digits not in used))
+        unused = {digits for digits in self.lowered if digits not in used}
+        kept: set[Path] = set().union(*(a.files for digits, a in self.lowered.items() if digits not in unused))
+        return set().union(*(self.lowered[digits].files for digits in unused)) - kept
 
     def _archives_of(self, repository: Path, on_damaged: Callable[[Path, CohabitError], None]) -> set[str]:
         """Return the fingerprints of the archives of all versions in a repository."""
@@ -132,19 +137,27 @@ def read_cache(cache: Path) -> CacheContents:
         else:
             known.notes.add(note)
             known.names.add(path.parent.parent.name if path.parent.name.isdecimal() else path.stem)
+    owners: dict[str, list[CachedArchive]] = {}
+    for archive in lowered.values():
+        for graph in archive.graphs:
+            owners.setdefault(graph, []).append(archive)
     for path in _named(cache / "profiles"):
         origins = _origins_of(path)
-        if (owner := _owner(lowered, {origins.graph, *origins.graphs})) is None:
-            others.add(path)
-        else:
+        of_profile = _owners(owners, {origins.graph, *origins.graphs})
+        for owner in of_profile:
             owner.profiles.add(path)
-            owner.graphs |= {profile.graph for profile in origins.profiles}
-    for path in _named(cache / "plans"):
-        if (owner := _owner(lowered, {_origins_of(path).graph})) is None:
+            for profile in origins.profiles:
+                owners.setdefault(profile.graph, []).append(owner)
+        if not of_profile:
             others.add(path)
-        else:
+    for path in _named(cache / "plans"):
+        of_plan = _owners(owners, {_origins_of(path).graph})
+        for owner in of_plan:
             owner.plans.add(path)
-    return CacheContents(lowered, others, fingerprints)
+        if not of_plan:
+            others.add(path)
+    packs = set((cache / "weights" / pieces.FOLDER).glob("[!.]*"))
+    return CacheContents(lowered, others, packs, fingerprints)
 
 
 def _named(folder: Path) -> list[Path]:
@@ -157,18 +170,20 @@ def _origins_of(path: Path) -> _Origins:
     return _Origins()
 
 
-def _owner(lowered: dict[str, CachedArchive], graphs: set[str]) -> CachedArchive | None:
-    """Return the archive of these graphs. A graph names its weights, so it belongs to one archive."""
-    return next((archive for archive in lowered.values() if not graphs.isdisjoint(archive.graphs)), None)
+def _owners(owners: dict[str, list[CachedArchive]], graphs: set[str]) -> list[CachedArchive]:
+    """Return the archives of any of these graphs."""
+    return [archive for graph in graphs for archive in owners.get(graph, ())]
 
 
 def disk_bytes(files: Iterable[Path]) -> int:
-    """Return the disk usage of files, which is below their length if they are sparse."""
-    total = 0
+    """Return the disk usage of files, which is below their length if they are sparse. A file with two names counts
+    once."""
+    nbytes: dict[tuple[int, int], int] = {}
     for path in files:
         with suppress(FileNotFoundError):
-            total += path.stat().st_blocks * 512
-    return total
+            status = path.stat()
+            nbytes[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return sum(nbytes.values())
 
 
 @dataclass
@@ -180,12 +195,17 @@ class Removal:
     errors: list[tuple[Path, OSError]] = field(default_factory=list)
 
 
-def remove(files: Iterable[Path]) -> Removal:
-    """Remove files. Their folders stay, because a running server creates its spill files there."""
+def remove(cache: Path, files: Iterable[Path]) -> Removal:
+    """Remove files, then weights that no model of the cache has.
+
+    Folders stay, because a running server creates its spill files there.
+    """
+    from cohabit.runtime.lowering.weights import sweep
+
     removal = Removal()
     for path in sorted(files):
         try:
-            nbytes = disk_bytes([path])
+            nbytes = disk_bytes([path]) if path.stat().st_nlink == 1 else 0
             path.unlink()
         except FileNotFoundError:  # a server has replaced or removed it
             continue
@@ -194,4 +214,8 @@ def remove(files: Iterable[Path]) -> Removal:
         else:
             removal.count += 1
             removal.nbytes += nbytes
+    try:
+        removal.nbytes += sweep(cache / "weights")
+    except OSError as error:
+        removal.errors.append((cache / "weights" / pieces.FOLDER, error))
     return removal

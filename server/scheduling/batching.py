@@ -110,3 +110,10 @@ def _fitting(tickets: Iterable[Ticket], max_rows: int, end_s: float) -> Iterator
             if rows > max_rows:
                 return
             yield ticket
+
+
+def grows(rows: int, estimate: Estimate, max_rows: int) -> bool:
+    """Whether a batch of more rows would take clearly less time per row."""
+    per_row_s = estimate.predicted_s(rows) / rows
+    larger = [most for most in estimate.planned(max_rows) if most > rows]
+    return any(estimate.predicted_s(most) / most <= _GAIN * per_row_s for most in larger)

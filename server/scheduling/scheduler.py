@@ -12,7 +12,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import LevelFull, ModelNotFound, QueueFull, RequestTimedOut
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.ipc.request import Request
-from cohabit.server.scheduling.batching import Batch
+from cohabit.server.scheduling.batching import Batch, grows
 from cohabit.server.scheduling.deadlines import Deadlines
 from cohabit.server.scheduling.estimates import Delay, ModelEstimates
 from cohabit.server.scheduling.order import DispatchOrder
@@ -41,8 +41,9 @@ class Scheduler:
         self._order = DispatchOrder(self._waiting)
         self._arrivals = 0
         self._loads = 0
-        self._executing: ScheduledModel | None = None
-        """The model of the current execution. It may have been removed meanwhile."""
+        self._executing: dict[Ticket, tuple[ScheduledModel, float]] = {}
+        """By first request of what was dispatched and has not ended: its model, and its predicted seconds. There are
+        two while the device has one ahead. A model may have been removed meanwhile."""
         self._busy_until_s = -math.inf
         self._last_shed_s = -math.inf
         """Time at which a request was last shed."""
@@ -188,9 +189,23 @@ class Scheduler:
         self._update_waiting(batch.model, scheduled)
         self._order.dispatched(batch)
         predicted_s = scheduled.estimate_of(batch.tickets[0]).seconds(batch.rows)
-        self._busy_until_s = now_s + predicted_s
-        self._executing = scheduled
+        self._busy_until_s = max(now_s, self._busy_until_s) + predicted_s
+        self._executing[batch.tickets[0]] = scheduled, predicted_s
         return replace(batch, predicted_s=predicted_s)
+
+    def ready_ahead(self, now_s: float) -> Batch | None:
+        """Return what `next` would return during an execution, if requests that arrive meanwhile would not change it.
+
+        None if more rows would make it cheaper, or if it may be too late for one of them after that execution.
+        """
+        batch = self._choose(now_s) if self._waiting else None
+        if batch is None:
+            return None
+        scheduled, start_s = self._models[batch.model], max(now_s, self._busy_until_s)
+        if grows(batch.rows, scheduled.estimate_of(batch.tickets[0]), scheduled.max_rows):
+            return None
+        in_time = all(self._latest_start_s(ticket, now_s) >= start_s for ticket in batch.tickets)
+        return batch if in_time else None
 
     def upcoming(self) -> Batch | None:
         """Return the batch that would follow the current execution if no more requests arrived."""
@@ -198,10 +213,10 @@ class Scheduler:
 
     def finished(self, batch: Batch, now_s: float, seconds: float | None) -> None:
         """Record the end of an execution after `seconds`; None if it failed, since its time is not representative."""
-        scheduled, self._executing = self._executing, None
-        assert scheduled is not None
-        self._busy_until_s = -math.inf
         first = batch.tickets[0]
+        scheduled, _ = self._executing.pop(first)
+        left_s = [predicted_s for _, predicted_s in self._executing.values()]
+        self._busy_until_s = now_s + sum(left_s) if left_s else -math.inf
         scheduled.admission.leave(len(batch.tickets))
         steps = (ticket.request.sequence for ticket in batch.tickets)
         continued = {step.id for step in steps if step is not None and not step.end}

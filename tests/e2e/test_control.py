@@ -20,7 +20,7 @@ from cohabit.runtime.binding.program import Program
 from cohabit.server.cli import main
 from cohabit.server.deploy import elastic as elastic_module
 from cohabit.server.deploy import place, prepare
-from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.model import Model, Plans
 from cohabit.server.errors import ConfigError
 from cohabit.server.repository.sources import ModelSource
 from tests.support.e2e.serving import eventually, repository_index, serving
@@ -147,10 +147,9 @@ def test_models_make_room_for_one_more_while_they_are_asked_and_although_its_cli
         monkeypatch.setattr(memory.backend.executor, "release", released.append)
         bind = memory.bind
 
-        def noted(*arguments: Any, **options: Any) -> Programs:
-            programs = bind(*arguments, **options)
-            bound.extend(programs.values())
-            return programs
+        def noted(*arguments: Any, **options: Any) -> None:
+            bind(*arguments, **options)
+            bound.extend(arguments[3].values())
 
         monkeypatch.setattr(memory, "bind", noted)
         host, port = server.address.split(":")

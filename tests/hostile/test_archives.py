@@ -25,7 +25,7 @@ from cohabit.runtime.errors import ArchiveError, UnsupportedModel
 from cohabit.runtime.lowering import archive, archive_file, artifact
 from cohabit.runtime.lowering.allowed_ops import allows, allows_lowered, allows_target
 from cohabit.runtime.lowering.archive_file import ArchiveFile, fingerprint
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered, folders_of, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.stores.host import open_store
 from tests.runtime.test_archive import read
@@ -408,7 +408,7 @@ def test_what_is_written_to_the_cache_goes_by_the_bytes_and_not_by_a_note(
     monkeypatch.setattr(archive_file._FileState, "of", lambda fd: state)
     lowered = lower(first, "m", [1], tmp_path / "cache")
     assert lowered.archive == fingerprint(second)
-    assert [f.name[:32] for f in (tmp_path / "cache").iterdir() if f.name != "archives"] == [lowered.archive[:32]]
+    assert list(folders_of(tmp_path / "cache").values()) == [lowered.archive[:32]]
 
 
 def test_an_archive_that_is_written_while_it_is_lowered_leaves_nothing_in_the_cache(

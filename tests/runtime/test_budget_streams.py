@@ -3,18 +3,22 @@
 A checker of stream order stands for the device (`tests/support/runtime/stream_order.py`).
 """
 
+import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import cohabit
-from cohabit.runtime.errors import UnsupportedModel
+from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
+from cohabit.runtime.stores.pages import Bytes
+from cohabit.runtime.stores.pinned import PinnedMemory
 from cohabit.runtime.training import budget
 from cohabit.runtime.training.copies import spill, streams
 from cohabit.runtime.training.copies.copying import Copier
@@ -22,6 +26,7 @@ from cohabit.runtime.training.copies.spill import FileSpill, PinnedSpill
 from cohabit.runtime.training.copies.streams import CopyStreams, DeviceCopyThread, OpStreams
 from cohabit.runtime.training.seen import residency
 from cohabit.runtime.training.seen.residency import Residency
+from tests.support.runtime.cuda_fake import FakeDriver
 from tests.support.runtime.stream_order import (
     CheckedOps,
     FakeCuda,
@@ -41,12 +46,12 @@ def on_device(cuda: FakeCuda, store: str, folder: Path) -> Iterator[None]:
 
     def made(device: torch.device, store: str, folder: Path) -> Residency:
         if store == "ram":
-            return Residency(CPU, PinnedSpill(), CopyStreams(CPU, cuda))
+            pinned = PinnedSpill(PinnedMemory(FakeDriver(), 1 << 30), cuda.current_stream().synchronize)
+            return Residency(CPU, pinned, CopyStreams(CPU, cuda))
         return Residency(CPU, FileSpill(folder), DeviceCopyThread(CPU, cuda))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "_residency", made)
-        patch.setattr(PinnedSpill, "_pinned", staticmethod(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8)))
         patch.setattr(streams, "bytes_of", lambda storage: SharedBytes(cuda, storage))
         patch.setattr(residency, "resize_storage", checked_resize(cuda, residency.resize_storage))
         for slot, blocks in ((spill._PinnedSlot, False), (spill._FileSlot, True)):
@@ -233,3 +238,77 @@ def test_without_any_one_rule_some_order_goes_wrong(
 def test_owners_on_two_devices_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedModel, match="on meta; supported are 'cpu' and 'cuda'"):
         cohabit.budget("1MiB", torch.empty(9, device="meta"))
+
+
+# Pinned memory.
+
+
+class Untouched:
+    """Pins nothing, so that gigabytes are quick."""
+
+    def pin(self, host: Bytes) -> None: ...
+
+    def unpin(self, host: Bytes) -> None: ...
+
+    def near(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+@pytest.fixture
+def spilled(monkeypatch: pytest.MonkeyPatch) -> tuple[PinnedSpill, PinnedMemory, list[str]]:
+    monkeypatch.setattr(PinnedMemory, "_pinned", lambda pinned, nbytes: np.empty(nbytes, np.uint8))
+    pinned, drains = PinnedMemory(Untouched(), 8 << 30), list[str]()
+    return PinnedSpill(pinned, lambda: drains.append("drained")), pinned, drains
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fiftieth_and_one_piece_more_is_pinned_than_tensors_have(
+    seed: int, spilled: tuple[PinnedSpill, PinnedMemory, list[str]]
+) -> None:
+    spill, pinned, drains = spilled
+    draws = random.Random(seed)
+    largest = draws.choice([20, 22, 26])
+    sizes = [int(2 ** draws.uniform(14, largest)) for _ in range(4096)]
+    while sum(sizes) > 4 << 30:
+        sizes.pop()
+    most = sum(sizes) * 1.02 + (64 << 20)
+    for _ in range(3):
+        draws.shuffle(sizes)
+        slots = [spill.take(size) for size in sizes]
+        assert all(size <= slot.capacity <= 1.02 * size for size, slot in zip(sizes, slots, strict=True))
+        assert pinned.used_bytes <= most
+        for slot in slots:
+            spill.give_back(slot)
+    assert drains == []
+    spill.close()
+    assert pinned.used_bytes == 0
+
+
+def test_pinned_slots_of_varying_lengths_are_unpinned_after_their_copies(
+    spilled: tuple[PinnedSpill, PinnedMemory, list[str]],
+) -> None:
+    spill, pinned, drains = spilled
+    draws, most = random.Random(0), 0
+    for _ in range(200):
+        size = draws.randrange(8 << 20, 16 << 20)
+        slots = [spill.take(size) for _ in range(4)]
+        most = max(most, 4 * size)
+        assert pinned.used_bytes <= 2 * most
+        for slot in slots:
+            spill.give_back(slot)
+    assert 0 < len(drains) < 30, "most steps use what is there"
+
+
+def test_free_pinned_memory_is_unpinned_before_the_cap_refuses_any(
+    spilled: tuple[PinnedSpill, PinnedMemory, list[str]],
+) -> None:
+    spill, pinned, drains = spilled
+    held = [spill.take(7 << 30)]
+    spill.give_back(spill.take(1 << 29))
+    held.append(spill.take(1 << 30))
+    assert drains == ["drained"]
+    with pytest.raises(
+        MemoryExceeded, match="COHABIT_PINNED_MEMORY to more, set store='file', or raise the budget"
+    ):
+        spill.take(1 << 20)
+    assert pinned.used_bytes == 8 << 30

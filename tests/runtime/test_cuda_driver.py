@@ -19,9 +19,10 @@ from cohabit.runtime.cuda import driver as driver_module
 from cohabit.runtime.cuda import pools
 from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, Staging
 from cohabit.runtime.cuda.driver import CudaDriver
-from cohabit.runtime.cuda.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 from cohabit.runtime.options import Tf32
+from cohabit.runtime.stores import pinned as pinned_module
+from cohabit.runtime.stores.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
 
 
 class Library:
@@ -120,6 +121,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
         "set_stream": lambda stream: left.append(("set_stream", stream.cuda_stream)),
         "stream": lambda stream: nullcontext(),
         "set_device": lambda index: None,
+        "device": lambda index: nullcontext(),
         "mem_get_info": lambda index: (0, 0),
         "empty_cache": lambda: left.append(("empty_cache",)),
         "synchronize": lambda index: left.append(("synchronize",)),
@@ -128,7 +130,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
         monkeypatch.setattr(torch.cuda, name, stub)
     for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
         monkeypatch.setattr(torch._C, name, lambda *a, name=name: left.append((name, *a)), raising=False)
-    monkeypatch.setattr(driver_module, "LibCuda", lambda: LibCuda(library))  # type: ignore[arg-type]
+    monkeypatch.setattr(pinned_module, "LibCuda", lambda: LibCuda(library))  # type: ignore[arg-type]
     made = CudaDriver(0)
     made.device = torch.device("cpu")  # where its tensors then lie
     made.left = left  # type: ignore[attr-defined]
@@ -280,7 +282,7 @@ def test_pinned_memory_stays_while_it_is_registered(driver: CudaDriver) -> None:
     kept = alive()
     assert kept is not None
     driver.unpin(kept)
-    assert address not in driver_module._registered
+    assert address not in pinned_module._registered
 
 
 def test_what_may_be_in_flight_at_once_has_staging_memory_of_its_own(
@@ -380,7 +382,7 @@ def test_a_thread_runs_near_the_device_of_that_pci_address(
     asked: list[tuple[int, ...]] = []
     before = os.sched_getaffinity(0)
     near = frozenset({min(before)})
-    monkeypatch.setattr(driver_module, "local_cpus", lambda *address: asked.append(address) or near)
+    monkeypatch.setattr(pinned_module, "local_cpus", lambda *address: asked.append(address) or near)
     its = SimpleNamespace(pci_domain_id=0, pci_bus_id=23, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: its)
     for _ in range(2):
@@ -498,3 +500,44 @@ def test_a_pool_holds_its_live_tensors_and_not_those_of_others(
     assert pool.held_bytes == 1024
     assert pool.layout == tuple(tuple(b.values()) for b in own), "by address"
     pool.close()
+
+
+def test_why_torch_sees_no_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", refuse)
+    with pytest.raises(
+        DeviceError, match=r"sees 0 \(The NVIDIA driver .* too old \(found version 11040\)\.\); use"
+    ):
+        CudaDriver.open()
+
+
+def test_a_device_that_another_process_has_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors ...")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", refuse)
+    with pytest.raises(
+        DeviceError, match=r"device 0 cannot be used: CUDA error: .* busy or unavailable; if another"
+    ):
+        CudaDriver.open()
+
+
+def test_a_stream_that_was_given_back_is_used_again_and_its_staging_memory_is_free(
+    driver: CudaDriver, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "as_tensor", at_address)
+    numbers = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: Stream(next(numbers)))
+    stream = driver.stream(urgent=True)
+    with driver.on(stream):
+        link = driver.staging().link
+    assert len(library.held) == 1
+    driver.give_back(stream, urgent=True)
+    assert not library.held
+    assert {driver.stream(urgent=True), driver.stream(urgent=True)} == {stream, link}
+    assert driver.stream(urgent=True).cuda_stream == 3

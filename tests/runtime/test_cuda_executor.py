@@ -1,13 +1,14 @@
 """What the CUDA executor does beyond the conformance suite: order of copies between inferences, faults, admission."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from cohabit.runtime.backend import Capture
+from cohabit.planner.shapes import Bucket
+from cohabit.runtime.backend import Capture, Result
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda import executor as executor_module
 from cohabit.runtime.cuda import transfers
@@ -21,7 +22,7 @@ from cohabit.runtime.options import Options
 from tests.runtime.test_executor import evicting_plan
 from tests.support.runtime import models
 from tests.support.runtime.backends import Bench, fake_cuda, fake_streams, opened
-from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.cuda_fake import FakeDriver, FakeGraph
 from tests.support.runtime.plans import streaming_plan
 
 MIB = 1 << 20
@@ -77,13 +78,14 @@ def test_a_restore_gives_way_to_the_copies_of_an_inference_and_is_complete_befor
     assert isinstance(bench.backend, CudaBackend)
     issued: list[str] = []
     transfers = Transfers(bench.backend.streams, clock=lambda: 0.0)
-    with transfers.paused(seconds=1.0):
-        transfers.submit("a", [partial(issued.append, f"a{n}") for n in range(3)])
-        transfers.submit("b", [partial(issued.append, "b0")])
-        assert issued == []
-        first = transfers.take("a")
-        assert issued == ["a0", "a1", "a2"]
-        assert transfers.take("a") is None
+    transfers.pause(1.0)
+    transfers.submit("a", [partial(issued.append, f"a{n}") for n in range(3)])
+    transfers.submit("b", [partial(issued.append, "b0")])
+    assert issued == []
+    first = transfers.take("a")
+    assert issued == ["a0", "a1", "a2"]
+    assert transfers.take("a") is None
+    transfers.pause(0.0)
     transfers.close()
     assert issued == ["a0", "a1", "a2", "b0"], "what was paused goes on by itself"
     assert first is not None
@@ -269,3 +271,104 @@ def test_a_captured_program_says_what_its_graph_takes_and_another_why_there_is_n
     bench.executor.release(captured)
     assert bench.executor.capture(captured) is None
     assert driver.graphs == 0
+
+
+# Inferences that are launched ahead.
+
+
+def launched(bench: Bench, program: CudaProgram) -> Callable[[], Result]:
+    found = bench.executor.begin(program, bench.lowered.examples(Bucket(2)))
+    assert not isinstance(found, Result)
+    return found
+
+
+def breaking(program: CudaProgram) -> None:
+    """From now on, a kernel of the program fails."""
+
+    def fail() -> None:
+        raise RuntimeError("a kernel failed")
+
+    graph = program.admission.graph
+    assert isinstance(graph, FakeGraph)
+    graph.fails = fail
+
+
+def test_a_graph_is_launched_before_the_one_ahead_of_it_has_ended(bench: Bench) -> None:
+    a, b = (beside(bench, evicting_plan(bench.graph), at * MIB, name) for at, name in ((0, "a"), (4, "b")))
+    expected = bench.run(a).outputs[0]
+    bench.run(b)
+    bench.executor.settle()
+    driver = driver_of(bench)
+    driver.calls.clear()
+    first = launched(bench, a)
+    assert bench.executor.launches_ahead(b)
+    assert not bench.executor.launches_ahead(a), "its buffers are in use, and its residents are not restored"
+    second = launched(bench, b)
+    assert driver.calls == ["wait", "record", "replay", "record"] * 2, "the host has waited for nothing"
+    assert torch.equal(second().outputs[0], expected)
+    assert torch.equal(first().outputs[0], expected)
+
+
+def test_a_program_that_cannot_be_launched_ahead_first_waits(bench: Bench) -> None:
+    a = beside(bench, evicting_plan(bench.graph), 0, "a")
+    expected = bench.run(a).outputs[0]
+    waits = [launched(bench, a) for _ in range(5)]
+    assert len(bench.executor._flights) == 1  # type: ignore[attr-defined]
+    for wait in waits:
+        assert torch.equal(wait().outputs[0], expected)
+    first = launched(bench, a)
+    traced = bench.run(a, traced=True)
+    assert traced.timeline is not None
+    assert torch.equal(first().outputs[0], expected)
+
+
+@pytest.mark.parametrize("does", ["load", "release", "invalidate", "settle"])
+def test_whatever_else_the_device_does_first_waits_for_what_was_launched(bench: Bench, does: str) -> None:
+    a, b = (beside(bench, evicting_plan(bench.graph), at * MIB, name) for at, name in ((0, "a"), (4, "b")))
+    expected = bench.run(a).outputs[0]
+    waits = [launched(bench, program) for program in (a, b)]
+    arguments = () if does == "settle" else (a,)
+    getattr(bench.executor, does)(*arguments)
+    assert not bench.executor._flights  # type: ignore[attr-defined]
+    for wait in waits:
+        assert torch.equal(wait().outputs[0], expected), "the answers are kept"
+
+
+def test_a_failed_inference_fails_alone_among_those_launched(bench: Bench) -> None:
+    places = ((0, "a"), (2, "b"), (4, "c"))
+    a, b, c = (beside(bench, evicting_plan(bench.graph), at * MIB, name) for at, name in places)
+    expected = bench.run(a).outputs[0]
+    for programs in ((a, b), (b, a)):
+        breaking(a)
+        waits = {program.name: launched(bench, program) for program in programs}
+        with pytest.raises(DeviceError, match="a kernel failed"):
+            waits["a"]()
+        assert torch.equal(waits["b"]().outputs[0], expected)
+        for program in (a, b, c):
+            assert torch.equal(bench.run(program).outputs[0], expected)
+
+
+def test_a_lost_device_is_said_to_every_inference_launched(bench: Bench) -> None:
+    a, b = (beside(bench, evicting_plan(bench.graph), at * MIB, name) for at, name in ((0, "a"), (4, "b")))
+    waits = [launched(bench, program) for program in (a, b)]
+    driver_of(bench).broken = "unspecified launch failure"
+    for wait in (*waits, *waits):
+        with pytest.raises(DeviceLost):
+            wait()
+    assert "unspecified launch failure" in (bench.executor.lost or "")
+    driver_of(bench).broken = None  # nothing else ends what is queued
+    driver_of(bench).drain()
+    driver_of(bench).broken = "lost"
+
+
+def test_an_inference_launched_over_another_one_s_buffers_is_noticed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the rule that keeps programs apart, the property tests of moves would fail here."""
+    a = beside(bench, evicting_plan(bench.graph), 0, "a")
+    bench.run(a)
+    first = launched(bench, a)
+    monkeypatch.setattr(bench.executor, "launches_ahead", lambda program: True)
+    with pytest.raises(DeviceError, match="still reads these inputs"):
+        launched(bench, a)
+    first()

@@ -4,7 +4,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,3 +249,33 @@ def test_pinned_memory_is_anonymous_memory_of_exactly_that_size(backend: CudaBac
     assert torch.from_numpy(host).is_pinned()
     backend.pinned_memory.release(host)
     assert not torch.from_numpy(np.frombuffer(anonymous_memory(4096), np.uint8)).is_pinned()
+
+
+def test_a_graph_launched_during_another_one_has_its_own_bits(backend: CudaBackend, wide: Lowered) -> None:
+    """Two loads of a model, each in its own partition, in turn and one ahead of the other."""
+    graph = wide.graphs[Bucket(1)]
+    plan = with_room(streaming_plan(graph, frozenset(graph.parameters[:2])), 32 * MIB)
+    each = -(-plan.memory.partition_bytes // 4096) * 4096
+    store = backend.open_store("ram", wide.weights_path, wide.manifest)
+    arena = backend.arena(plan.memory.workspace_bytes + 2 * each)
+    programs = []
+    for number in range(2):
+        bases = Bases(plan.memory.workspace_bytes + number * each, 0)
+        programs.append(backend.build(replace(wide, name=f"wide{number}"), plan, None, arena, bases, store))
+        backend.executor.load(programs[-1])
+    inputs = [[x + n for x in wide.examples(Bucket(1))] for n in range(6)]
+    expected = [backend.executor.run(programs[n % 2], given).outputs[0] for n, given in enumerate(inputs)]
+    waiting: list[Any] = []
+    found = []
+    for n, given in enumerate(inputs):
+        assert not waiting or backend.executor.launches_ahead(programs[n % 2])
+        waiting.append(backend.executor.begin(programs[n % 2], [x.clone() for x in given]))
+        if len(waiting) > 1:
+            found.append(waiting.pop(0)().outputs[0])
+    found.append(waiting.pop(0)().outputs[0])
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+    for program in programs:
+        backend.executor.release(program)
+    arena.close()
+    store.close()

@@ -1,6 +1,8 @@
 """What is measured on a device becomes the model's scratch and profile, and is kept."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from cohabit.runtime.stores.host import open_store
 from tests.support.planner.graphs import PAGE, chain, profile_of
 from tests.support.runtime import models
 from tests.support.runtime.cuda_fake import FakeDriver
+from tests.support.runtime.plans import streaming_plan, with_room
 
 MIB = 1 << 20
 
@@ -257,3 +260,78 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered, scratch_bytes: in
     backend.executor.load(program)
     assert torch.equal(backend.executor.run(program, lowered.examples(Bucket(2))).outputs[0], expected)
     assert program.admission.graph is not None
+
+
+def test_measuring_again_and_again_takes_no_more_of_the_device(lowered: Lowered, tmp_path: Path) -> None:
+    """Its streams, for which libraries keep workspaces, are used again; its staging memory is released."""
+    torch.manual_seed(0)
+    models.export(models.Wide(4, 264), {"x": torch.zeros(3, 264)}, tmp_path / "model.pt2")
+    encoded = lower(tmp_path / "model.pt2", "int8", [2], tmp_path / "cache", options=Options(weights="int8"))
+    driver = FakeDriver()
+    backend = CudaBackend(driver)
+    store = backend.open_store("ram", encoded.weights_path, encoded.manifest)
+    backend.measure(encoded, store, None, lambda text: None)
+    before, streams = driver.memory(), len(driver._streams)
+    for _ in range(2):
+        backend.measure(encoded, store, None, lambda text: None)
+    assert "decode" in driver.calls
+    assert driver.memory() == before
+    assert len(driver._streams) == streams
+    assert before.process_bytes == backend.outside_bytes == 0
+
+
+def test_lanes_capture_while_a_measurement_waits_for_another_process(lowered: Lowered, tmp_path: Path) -> None:
+    backend = CudaBackend(FakeDriver())
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    arena = backend.arena(32 * MIB)
+    plan = with_room(streaming_plan(lowered.graphs[Bucket(2)]), 6 * MIB)
+    program = backend.build(lowered, plan, None, arena, Bases(16 * MIB, 0), store)
+    loaded = threading.Event()
+
+    def wait_for(folder: Path | None, device_id: str) -> AbstractContextManager[None]:
+        """The other process ends once the lane has loaded its program."""
+        assert loaded.wait(20)
+        return nullcontext()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as deploy:
+        patch.setattr(measure, "_only_process", wait_for)
+        measuring = deploy.submit(measured, backend, lowered, tmp_path)
+        backend.executor.load(program)
+        loaded.set()
+        measuring.result()
+
+
+def test_a_lane_captures_before_or_after_a_measurement_and_replays_meanwhile(lowered: Lowered) -> None:
+    backend = CudaBackend(FakeDriver())
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    arena = backend.arena(64 * MIB)
+    plan = with_room(streaming_plan(lowered.graphs[Bucket(2)]), 6 * MIB)
+    replayed, captured = (
+        backend.build(lowered, plan, None, arena, Bases(16 * MIB, at * MIB), store) for at in (0, 32)
+    )
+    backend.executor.load(replayed)
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+    made = measure._measure
+
+    def slow(*args: Any) -> measure.Measurement:
+        begun.set()
+        assert go_on.wait(20)
+        found = made(*args)
+        order.append("measured")
+        return found
+
+    def load() -> None:
+        backend.executors(2)[1].load(captured)
+        order.append("captured")
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(measure, "_measure", slow)
+        measuring = threads.submit(measured, backend, lowered)
+        assert begun.wait(20)
+        loading = threads.submit(load)
+        backend.executor.run(replayed, lowered.examples(Bucket(2)))
+        assert order == []
+        go_on.set()
+        measuring.result()
+        loading.result()
+    assert order == ["measured", "captured"]

@@ -11,14 +11,16 @@ from msgspec import structs
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cuda import stores
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling.dry_run import large_bytes
-from cohabit.runtime.cuda.stores import PinnedMemory, PinnedStore, StagedStore
-from cohabit.runtime.errors import MemoryExceeded
+from cohabit.runtime.cuda.stores import PinnedStore, StagedStore
+from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
+from cohabit.runtime.stores import pinned as pinned_module
+from cohabit.runtime.stores.pages import Bytes
+from cohabit.runtime.stores.pinned import LIMIT_VARIABLE, PinnedMemory, default_limit_bytes
 from tests.support.planner.graphs import PAGE, chain
 from tests.support.runtime import models
 from tests.support.runtime.cuda_fake import FakeDriver
@@ -55,10 +57,85 @@ def test_pinned_memory_has_a_cap() -> None:
     driver = FakeDriver()
     pinned = PinnedMemory(driver, limit_bytes=10_000)
     first = pinned.take(6000, "first")
-    with pytest.raises(MemoryExceeded, match=r"pinning 5\.9 KiB on top of 5\.9 KiB exceeds the cap of 9\.8"):
+    with pytest.raises(
+        MemoryExceeded,
+        match=r"5\.9 KiB on top of 5\.9 KiB exceeds the cap of 9\.8 KiB; set .* COHABIT_PINNED",
+    ):
         pinned.take(6000, "second")
     pinned.release(first)
     assert pinned.used_bytes == driver.pinned_bytes == 0
+
+
+def test_the_cap_is_what_the_environment_says_or_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_limit_bytes(8 << 30) == 4 << 30
+    monkeypatch.setenv(LIMIT_VARIABLE, "3GiB")
+    assert default_limit_bytes(8 << 30) == 3 << 30
+    monkeypatch.setenv(LIMIT_VARIABLE, "much")
+    with pytest.raises(DeviceError, match="the environment variable COHABIT_PINNED_MEMORY: 'much' is not a size"):
+        default_limit_bytes()
+
+
+def test_threads_that_pin_at_once_stay_under_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning takes long: memory counts from the moment that it is asked for."""
+    driver = FakeDriver()
+    pinned = PinnedMemory(driver, limit_bytes=10_000)
+    pin, second = driver.pin, list[MemoryExceeded]()
+
+    def slow(host: Bytes) -> None:
+        with pytest.raises(MemoryExceeded) as caught:
+            pinned.take(6000, "meanwhile")
+        second.append(caught.value)
+        pin(host)
+
+    monkeypatch.setattr(driver, "pin", slow)
+    pinned.take(6000, "first")
+    assert len(second) == 1
+    assert pinned.used_bytes == driver.pinned_bytes == 6000
+
+
+def test_what_cannot_be_pinned_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    pinned = PinnedMemory(driver, limit_bytes=10_000)
+    taken = pinned.take(3000, "one")
+    with pytest.raises(MemoryExceeded):
+        pinned.take_several([3000, 3000, 3000], "several")
+    assert pinned.used_bytes == driver.pinned_bytes == 3000, "several or none"
+
+    def fail(host: Bytes) -> None:
+        raise MemoryExceeded("locked memory is limited")
+
+    monkeypatch.setattr(driver, "pin", fail)
+    with pytest.raises(MemoryExceeded, match="locked memory"):
+        pinned.take(3000, "another")
+    assert pinned.used_bytes == 3000
+    pinned.release(taken)
+    pinned.release(taken)
+    assert pinned.used_bytes == driver.pinned_bytes == 0
+
+
+def test_a_load_that_fails_leaves_nothing_pinned_and_the_ring_of_others(tied: Lowered) -> None:
+    """A ring that cannot grow stays: staged models go on."""
+    manifest, driver = tied.manifest, FakeDriver()
+    largest = max(s.nbytes for s in manifest.segments)
+    backend = CudaBackend(driver, pinned_limit_bytes=3 * largest + MIB)
+    store = backend.open_store("file", tied.weights_path, manifest)
+    before = driver.pinned_bytes
+    with pytest.raises(MemoryExceeded, match="the staging ring: pinning"):
+        backend._ring.fit(2 * largest)
+    assert driver.pinned_bytes == before
+    arena = CudaArena(driver, largest)
+    store.copy(0, arena.bytes(0, manifest.segments[0].nbytes))()
+    driver.drain()
+    raw = tied.weights_path.read_bytes()
+    assert bytes(arena.bytes(0, manifest.segments[0].nbytes).numpy()) == raw[: manifest.segments[0].nbytes]
+
+
+def test_weights_that_cannot_be_read_are_not_pinned(tied: Lowered, tmp_path: Path) -> None:
+    driver = FakeDriver()
+    backend = CudaBackend(driver)
+    with pytest.raises(FileNotFoundError):
+        backend.open_store("ram", tmp_path / "missing", tied.manifest)
+    assert driver.pinned_bytes == backend.pinned_memory.used_bytes == 0
 
 
 def test_a_model_beyond_the_cap_passes_through_the_ring(tied: Lowered) -> None:
@@ -106,7 +183,7 @@ def test_pinned_memory_lies_enterthe_device_and_in_huge_pages_before_it_is_pinne
         events.append(("anywhere", 0))
 
     monkeypatch.setattr(driver, "near", near)
-    monkeypatch.setattr(stores, "use_huge_pages", lambda host: events.append(("huge", host.nbytes)))
+    monkeypatch.setattr(pinned_module, "use_huge_pages", lambda host: events.append(("huge", host.nbytes)))
     pin = driver.pin
     monkeypatch.setattr(driver, "pin", lambda host: (events.append(("pin", host.nbytes)), pin(host)))
     pinned = PinnedMemory(driver, 64 * MIB)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu import copies, run, steps
+from benchmarks.gpu import copies, run, steps, tests
 
 ROOT = Path(__file__).parents[2]
 FAKE_STEP = """
@@ -51,7 +51,8 @@ def test_a_cell_that_crashes_costs_itself_only(tmp_path: Path) -> None:
     assert "works is through" in written
     assert "crashes: ended with status -11: " in written
     assert "Segmentation fault" in written, "the log is packed in"
-    assert '{"row":{"cell":"works"}}' in written, "and so are the rows"
+    rows = tmp_path / "results" / "data" / "gpu-fake_step.jsonl"
+    assert '{"cell":"works","row":{"cell":"works"}}' in rows.read_text()
     assert {path.name for path in (tmp_path / "results").iterdir()} == {"gpu-fake_step.md", "data"}
 
 
@@ -81,10 +82,31 @@ def test_the_files_with_gpu_tests_are_named(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
 
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert set(re.findall(r"^(tests/\S+): \d+$", done.stdout, re.MULTILINE)) == set(run.GPU_TESTS)
+    assert set(re.findall(r"^(tests/\S+): \d+$", done.stdout, re.MULTILINE)) == set(tests.cells())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["table2"]) == run.NO_GPU
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_rows_of_what_is_measured_again_are_replaced_and_others_are_kept(tmp_path: Path) -> None:
+    path, new = tmp_path / "rows", tmp_path / "new"
+    for cell, figures in (("a", "12"), ("b", "3"), ("a", "4"), ("b", "")):
+        lines = [f'{{"cell":"{cell}","device":"a GPU"}}\n']
+        lines += [f'{{"cell":"{cell}","row":{{"figure":{figure}}}}}\n' for figure in figures]
+        new.write_text("".join(lines))
+        assert steps.merge(path, cell, new) == len(figures)
+    assert [line for line in path.read_text().splitlines() if "row" in line] == [
+        '{"cell":"b","row":{"figure":3}}',
+        '{"cell":"a","row":{"figure":4}}',
+    ]
+
+
+def test_pieces_come_most_wanted_first_and_once() -> None:
+    found = list(run.pieces(list(run.STEPS)))
+    assert tuple(found[: len(run.FIRST)]) == run.FIRST
+    assert len(found) == len(set(found)) == sum(len(step.cells()) for step in run.STEPS.values())
+    assert {name for name, _ in run.pieces(["copies"])} == {"copies"}
+    assert all(cell in run.STEPS[name].cells() for name, cell in found)

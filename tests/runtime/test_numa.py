@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cohabit.runtime.cuda.numa import local_cpus, running_on
+from cohabit.runtime.stores.numa import local_cpus, running_on
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_bytes_that_change_without_a_trace_are_found_where_reads_are_verified(
     lowered: Lowered, verify_reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a disk changes them, or a write through a mapping that the system has not noted yet."""
-    monkeypatch.setattr(FileStore, "_current_state", lambda store: (0, 0, 0))
+    monkeypatch.setattr(FileStore, "_current_state", lambda store, index: (0, 0, 0))
     store = open_store("file", lowered.weights_path, lowered.manifest, verify_reads=verify_reads)
     with CpuArena(lowered.manifest.segment_bytes) as arena:
         copy = store.copy(0, arena.bytes(0, lowered.manifest.segments[0].nbytes))

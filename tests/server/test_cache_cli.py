@@ -24,9 +24,10 @@ from cohabit.planner.sizing.problem import ModelDemand
 from cohabit.planner.sizing.shares import Point
 from cohabit.runtime.cuda.profiling.measure import Measurement
 from cohabit.runtime.lowering.lower import lower
-from cohabit.runtime.lowering.weights import manifest_of
+from cohabit.runtime.lowering.weights import files_of, manifest_of, read
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
+from cohabit.runtime.pieces import FOLDER
 from cohabit.runtime.stores.host import FileStore
 from cohabit.runtime.stores.pages import anonymous_memory
 from cohabit.server.cli import main
@@ -179,6 +180,31 @@ def test_a_store_that_a_server_has_open_reads_its_weights_after_the_cache_was_em
     spilled = store.spill_buffers([4096])
     assert len(spilled) == 1, "its folder is still there"
     store.close()
+
+
+def test_what_a_removed_model_shares_with_another_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = models.Wide(2, 264)
+    for name in ("first", "second"):
+        with torch.no_grad():
+            list(model.parameters())[-1].add_(1)
+        models.export(model, {"x": torch.zeros(3, 264)}, tmp_path / "models" / name / "1" / "model.pt2")
+        given = [str(tmp_path / "models" / name), "--threads", "1", "--cache", str(tmp_path / "cache")]
+        assert main(["profile", *given]) == 0
+    repository = tmp_path / "models"
+    (profile,) = files(repository, "profiles/*")
+    second = max(files(repository, "weights-*.json"), key=lambda path: path.stat().st_mtime_ns).with_suffix(".bin")
+    others = {path for path in files_of(second) if path.parent.name == FOLDER}
+    assert others, "it shares weights"
+    shutil.rmtree(repository / "first")
+    capsys.readouterr()
+    assert cache(repository, "rm", "--unused-by", str(repository), "--yes") == 0
+    assert "removed" in capsys.readouterr().out
+    assert files(repository, "profiles/*") == [profile], "both are planned by it"
+    assert len(files(repository, "weights-*.json")) == 1
+    assert read(second) == manifest_of(second)
+    assert not others & set(files_of(second)), "they are in a smaller file"
+    assert cache(repository, "rm", "--all", "--yes") == 0
+    assert [path for path in files(repository, "*") if "compiled" not in path.parts] == []
 
 
 def test_a_gpu_s_measurement_and_its_plans_belong_to_the_model_that_was_lowered(

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ from cohabit.server.errors import (
     ExecutionFailed,
     InvalidRequest,
     ModelNotFound,
+    RequestError,
     RequestTimedOut,
 )
-from cohabit.server.ipc.model import Array, ModelKey
+from cohabit.server.ipc.model import Array, Inputs, ModelKey
 from cohabit.server.ipc.request import MARK_BYTES, Answer, Request
 from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.scheduling.scheduler import Scheduler
@@ -248,17 +250,17 @@ async def test_a_batch_of_a_model_that_is_removed_before_it_is_executed_is_answe
 ) -> None:
     """The batch has left its queue: removing the model finds no request to refuse."""
     async with lane_of(identity("m", "FP32"), identity("other", "FP32")) as lane:
-        execute, loop = lane.device._execute, asyncio.get_running_loop()
+        begin, loop = lane.device._begin, asyncio.get_running_loop()
 
         async def remove() -> None:
             lane.remove(ModelKey("m", 1))
 
-        def removing(*arguments: Any) -> None:
+        def removing(*arguments: Any, **options: Any) -> Any:
             monkeypatch.undo()
             asyncio.run_coroutine_threadsafe(remove(), loop).result(20)
-            execute(*arguments)
+            return begin(*arguments, **options)
 
-        monkeypatch.setattr(lane.device, "_execute", removing)
+        monkeypatch.setattr(lane.device, "_begin", removing)
         answer = await lane.infer(request(value=2.0))
         assert answer.outputs["y"][0, 0] == 2.0
         await lane.infer(request("other"))
@@ -365,3 +367,148 @@ async def test_a_fault_of_the_lane_itself_leaves_no_request_waiting() -> None:
             await answer
     assert lane.lost is not None
     assert await lane.stop()
+
+
+# Executions that are begun ahead.
+
+
+class Ahead(FakeServable):
+    """A model of a device that goes on by itself: `begin` returns a function that waits for a gate."""
+
+    events: list[str]
+    gate: Gate
+    is_ready = True
+
+    def launches_ahead(self, inputs: Inputs, rows: int) -> bool:
+        return self.is_ready
+
+    def begin(self, requests: Sequence[Inputs], rows: int, on_recording: Any = None) -> Any:
+        name = self.info.name
+        self.events.append(f"{name} begins")
+        kept = [{"x": inputs["x"].copy()} for inputs in requests]
+
+        def finish() -> Answer:
+            self.gate(kept[0]["x"])
+            self.events.append(f"{name} ends")
+            return self.execute(kept, rows, on_recording)
+
+        return finish
+
+
+def ahead(events: list[str], name: str, **changes: Any) -> Ahead:
+    made = Ahead(identity(name, "FP32").info, lambda x: {"y": x}, **changes)
+    made.events, made.gate = events, Gate()
+    return made
+
+
+async def test_the_next_request_is_begun_while_the_device_executes() -> None:
+    events: list[str] = []
+    a, b, c = (ahead(events, name) for name in "abc")
+    async with lane_of(a, b, c) as lane:
+        first = infer(lane, "a", 1.0)
+        await entered(a.gate)
+        rest = [infer(lane, name, value) for name, value in (("b", 2.0), ("c", 3.0), ("a", 4.0))]
+        await queued(lane, "c", 1)
+        for servable in (a, b, c):
+            servable.gate.open.set()
+        answers = await asyncio.gather(first, *rest)
+    assert [float(answer.outputs["y"][0, 0]) for answer in answers] == [1.0, 2.0, 3.0, 4.0]
+    # The first one was waited for before there was another.
+    assert events == [
+        *("a begins", "a ends"),
+        *("b begins", "c begins", "b ends", "a begins", "c ends", "a ends"),
+    ]
+    started = [answer.timing.started_s for answer in answers]
+    assert started == sorted(started)
+    busy = [(answer.timing.started_s, answer.timing.started_s + answer.timing.busy_s) for answer in answers]
+    assert all(end <= start + 1e-9 for (_, end), (start, _) in pairwise(busy)), "the lane's times do not overlap"
+
+
+async def overtaken(second: Ahead, value: float = 2.0) -> list[str]:
+    """Return the order of events of two requests that wait while the lane does something else."""
+    events, other = second.events, ahead(second.events, "first")
+    busy, gate = gated("busy")
+    for servable in (second, other):
+        servable.gate.open.set()
+    async with lane_of(busy, other, second) as lane:
+        running = infer(lane, "busy")
+        await entered(gate)
+        waiting = [infer(lane, "first"), infer(lane, second.info.name, value)]
+        await queued(lane, second.info.name, 1)
+        gate.open.set()
+        await asyncio.gather(running, *waiting)
+    return events
+
+
+async def test_what_the_device_cannot_have_now_begins_after_the_execution() -> None:
+    assert await overtaken(ahead([], "m")) == ["first begins", "m begins", "first ends", "m ends"]
+    late = ahead([], "m")
+    late.is_ready = False
+    in_turn = ["first begins", "first ends", "m begins", "m ends"]
+    assert await overtaken(late) == in_turn
+
+
+async def test_a_batch_that_more_requests_would_make_cheaper_is_not_begun_ahead() -> None:
+    in_turn = ["first begins", "first ends", "m begins", "m ends"]
+    assert await overtaken(ahead([], "m", predicted_s=FASTER)) == in_turn
+    same = {Bucket(1): 1.0, Bucket(2): 2.0}
+    assert await overtaken(ahead([], "m", predicted_s=same)) == [
+        *("first begins", "m begins", "first ends", "m ends"),
+    ]
+
+
+async def test_background_work_finds_the_device_idle() -> None:
+    events: list[str] = []
+    a, b = ahead(events, "a"), ahead(events, "b")
+    async with lane_of(a, b) as lane:
+        first = infer(lane, "a")
+        await entered(a.gate)
+        second = infer(lane, "b")
+        await queued(lane, "b", 1)
+        done = asyncio.create_task(lane.call_on_lane(lambda: events.append("background")))
+        await asyncio.sleep(0)
+        a.gate.open.set()
+        b.gate.open.set()
+        await asyncio.gather(first, second, done)
+    assert events.index("background") == 2
+    assert set(events[:2]) in ({"a begins", "a ends"}, {"b begins", "b ends"})
+
+
+async def test_an_execution_that_fails_leaves_the_one_begun_after_it_alone() -> None:
+    events: list[str] = []
+    a, b = ahead(events, "a"), ahead(events, "b")
+    busy, gate = gated("busy")
+
+    def fail(x: Array) -> dict[str, Array]:
+        raise InvalidRequest("no such row")
+
+    a.function = fail
+    async with lane_of(busy, a, b) as lane:
+        running = infer(lane, "busy")
+        await entered(gate)
+        tasks = [infer(lane, "a"), infer(lane, "b", 5.0)]
+        await queued(lane, "b", 1)
+        for one in (a.gate, b.gate, gate):
+            one.open.set()
+        failed, answered = await asyncio.gather(*tasks, return_exceptions=True)
+        await running
+        assert (await infer(lane, "b", 6.0)).outputs["y"][0, 0] == 6.0
+    assert isinstance(failed, InvalidRequest)
+    assert isinstance(answered, Answer)
+    assert answered.outputs["y"][0, 0] == 5.0
+    assert events[:4] == ["a begins", "b begins", "a ends", "b ends"]
+
+
+async def test_a_lane_that_stops_waits_for_what_the_device_has() -> None:
+    events: list[str] = []
+    a = ahead(events, "a")
+    async with lane_of(a) as lane:
+        first = infer(lane, "a")
+        await entered(a.gate)
+        stopping = asyncio.create_task(lane.stop())
+        await asyncio.sleep(0)
+        a.gate.open.set()
+        assert await stopping
+        with pytest.raises(RequestError, match="is stopping"):
+            await first
+    assert events == ["a begins", "a ends"]

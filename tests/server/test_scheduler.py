@@ -1,5 +1,6 @@
 """The scheduler alone, on a clock that the tests set."""
 
+import math
 import random
 
 import pytest
@@ -627,3 +628,52 @@ def test_no_request_is_left_behind_for_ever(seed: int) -> None:
             for ticket in work.tickets:
                 assert executions <= bound.pop(ticket)
             scheduler.finished(work, now_s, rng.random())
+
+
+def test_what_the_device_gets_ahead_is_what_would_be_next_if_waiting_gains_nothing() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add(key("alone"), {Bucket(1): 1.0})
+    scheduler.add(key("swaps"), SWAP_BOUND, max_rows=8)
+    scheduler.add(key("computes"), COMPUTE_BOUND, max_rows=8)
+    assert scheduler.ready_ahead(0.0) is None
+    scheduler.submit(0.0, request("alone"))
+    running = scheduler.next(0.0)
+    assert running is not None
+    for model, expected in (("swaps", None), ("computes", "computes")):
+        ticket = scheduler.submit(0.0, request(model))
+        found = scheduler.ready_ahead(0.5)
+        assert (None if found is None else found.model.name) == expected
+        scheduler.cancel(ticket)
+    for _ in range(8):
+        scheduler.submit(0.0, request("swaps"))
+    full = scheduler.ready_ahead(0.5)
+    assert full is not None
+    assert (full.model.name, full.rows) == ("swaps", 8)
+
+
+def test_what_may_be_too_late_after_an_execution_is_not_given_to_the_device_ahead() -> None:
+    scheduler = Scheduler(16)
+    scheduler.add(key("m"), {Bucket(1): 1.0})
+    scheduler.submit(0.0, request())
+    running = scheduler.next(0.0)
+    assert running is not None
+    scheduler.submit(0.0, request(timeout_s=4.0))
+    assert scheduler.ready_ahead(0.5) is not None
+    scheduler.replan(key("m"), {Bucket(1): 3.2}, 0.0)
+    assert scheduler.ready_ahead(0.5) is None
+
+
+def test_two_executions_end_in_any_order_and_the_device_is_busy_until_both_have() -> None:
+    for first_ends in (True, False):
+        scheduler = Scheduler(16)
+        scheduler.add(key("m"), {Bucket(1): 1.0})
+        for _ in range(2):
+            scheduler.submit(0.0, request())
+        one, two = scheduler.next(0.0), scheduler.next(0.25)
+        assert one is not None
+        assert two is not None
+        assert scheduler._busy_until_s == 2.0
+        scheduler.finished(one if first_ends else two, 1.5, 1.5)
+        assert scheduler._busy_until_s == 2.5, "the other one begins now, and takes its second"
+        scheduler.finished(two if first_ends else one, 2.5, 1.0)
+        assert scheduler._busy_until_s == -math.inf

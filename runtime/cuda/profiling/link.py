@@ -12,10 +12,11 @@ from msgspec import UNSET, UnsetType
 from cohabit.planner.profile import Link
 from cohabit.runtime.cuda.api import Stream
 from cohabit.runtime.cuda.issue import Streams
-from cohabit.runtime.cuda.stores import PinnedMemory, Ring
+from cohabit.runtime.cuda.stores import Ring
 from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.measure.link import leading
 from cohabit.runtime.memory import Copy, HostStore
+from cohabit.runtime.stores.pinned import PinnedMemory
 
 _COPY_BYTES = 4 << 20
 """Typical size of a program's copy."""
@@ -39,9 +40,13 @@ class LinkBench:
     def __init__(self, streams: Streams, pinned: PinnedMemory) -> None:
         self._streams = streams
         self._pinned = pinned
-        self._host = pinned.take(_COPY_BYTES, "measuring the link")
-        self._buffer = torch.from_numpy(self._host)
         self._device = streams.driver.allocate(_COPY_BYTES)
+        try:
+            self._host = pinned.take(_COPY_BYTES, "measuring the link")
+        except BaseException:
+            streams.driver.free(self._device)
+            raise
+        self._buffer = torch.from_numpy(self._host)
 
     def close(self) -> None:
         self._streams.driver.drain()

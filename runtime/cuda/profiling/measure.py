@@ -7,8 +7,8 @@ kernels, corrects their sum: with everything resident if that fits, else layer b
 
 import fcntl
 import statistics
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from itertools import accumulate
 from pathlib import Path
 
@@ -32,10 +32,10 @@ from cohabit.runtime.cuda.profiling.fusion_probe import refused_ops, with_plain,
 from cohabit.runtime.cuda.profiling.link import LinkBench
 from cohabit.runtime.cuda.profiling.scratch import kernel_scratch, wasted_bytes, with_scratch
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES, CudaProgram
-from cohabit.runtime.cuda.stores import PinnedMemory
 from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
+from cohabit.runtime.stores.pinned import PinnedMemory
 
 FORMAT_VERSION = 6
 CudaDevice = DeviceBackend[CudaProgram]
@@ -72,7 +72,8 @@ _decoder = msgspec.json.Decoder(Measurement)
 
 def measured(
     device: CudaDevice,
-    executor: CudaExecutor,
+    device_id: str,
+    alone: Callable[[], AbstractContextManager[CudaExecutor]],
     pinned: PinnedMemory,
     lowered: Lowered,
     store: HostStore[torch.Tensor],
@@ -83,7 +84,9 @@ def measured(
 ) -> tuple[Lowered, dict[Bucket, Profile]]:
     """Return the model with the scratch of its kernels on this device, and its profiles, from the cache if possible.
 
-    Only one process at a time measures on a device: two would disturb each other. `executor` must serve nothing else.
+    `alone` returns an executor that serves nothing else. Only one process at a time measures on a device: two would
+    disturb each other. It waits for that before it holds up its own lanes.
+
     Raises MemoryExceeded if the device cannot hold one op with its live activations, DeviceError, and with `known_only`
     NotCached.
     """
@@ -94,10 +97,11 @@ def measured(
     if known is None and known_only:
         raise NotCached(f"{lowered.name}: the cache has no undamaged profile of it")
     if known is None:
-        with _alone(cache, str(executor.device)):
+        with _only_process(cache, device_id):
             known = None if path is None else _read(path, key)  # another process may have measured it meanwhile
             if known is None:
-                known = _measure(device, executor, pinned, lowered, store, on_progress)
+                with alone() as executor:
+                    known = _measure(device, executor, pinned, lowered, store, on_progress)
                 known = msgspec.structs.replace(known, key=key, graphs=tuple(graphs))
                 if path is not None:
                     cache_file.write(path, msgspec.json.encode(known))
@@ -120,7 +124,7 @@ def _read(path: Path, key: str) -> Measurement | None:
 
 
 @contextmanager
-def _alone(folder: Path | None, device: str) -> Iterator[None]:
+def _only_process(folder: Path | None, device: str) -> Iterator[None]:
     """Hold the lock by which processes that share the folder measure on this device one at a time."""
     if folder is None:
         yield

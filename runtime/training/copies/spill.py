@@ -23,16 +23,23 @@ from cohabit.planner.graph import aligned
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.stores.direct import open_direct, read_fully, write_fully
 from cohabit.runtime.stores.pages import Bytes, anonymous_memory
+from cohabit.runtime.stores.pinned import PinnedMemory
 
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 4 << 20
 """Size of one read or write, and of each thread's aligned buffer: torch's storages may be unaligned."""
 
 
-_SLAB_BYTES = 64 << 20
-"""Size of the pieces in which host memory is pinned, which takes long."""
+_SLAB_BYTES, _LEAST_PINNED_BYTES = 64 << 20, 512 << 10
+"""Size of a piece of pinned memory for several slots, since pinning takes long, and of the least slot with its own."""
 _CLASSES: Final = 8
 """Capacities between a power of two and the next: a slot is at most an eighth larger than what it holds."""
+_PINNED_CLASSES: Final = 128
+"""The same for pinned memory. Its capacities are multiples of as many bytes."""
+_PINNED_SURPLUS: Final = 100
+"""A free pinned slot may exceed the tensor that gets it by the tensor's size divided by this."""
+_MOST_UNPINNED: Final = 8
+"""How often free slots are unpinned, which waits for the device, before larger ones are used instead."""
 _FREE_SHARE: Final = 4
 """Free slots may take the peak of the used ones divided by this."""
 _PUNCH_HOLE: Final = 0x03
@@ -65,10 +72,14 @@ class SpillStore(Protocol):
         """Release a slot that `take` returned."""
         ...
 
+    def close(self) -> None:
+        """Give memory back that only the system can reuse. All copies have ended; slots still hold their bytes."""
+        ...
 
-def capacity_for(nbytes: int) -> int:
+
+def capacity_for(nbytes: int, classes: int = _CLASSES, block_bytes: int = _BLOCK_BYTES) -> int:
     """Return the least capacity of a slot that holds `nbytes`."""
-    step = max(1 << (max(nbytes - 1, 1).bit_length() - 1), _BLOCK_BYTES * _CLASSES) // _CLASSES
+    step = max(1 << (max(nbytes - 1, 1).bit_length() - 1), block_bytes * classes) // classes
     return aligned(nbytes, step)
 
 
@@ -85,6 +96,10 @@ class _Slots(Generic[Slot]):
         self._free: dict[int, list[Slot]] = defaultdict(list)
         self.used_bytes = self.free_bytes = self._peak_bytes = 0
 
+    def _capacity(self, nbytes: int) -> int:
+        """Return the capacity of the slot to take."""
+        return capacity_for(nbytes)
+
     def _make(self, capacity: int) -> Slot:
         raise NotImplementedError
 
@@ -92,7 +107,7 @@ class _Slots(Generic[Slot]):
         """Give a free slot's memory back to the system."""
 
     def take(self, nbytes: int) -> Slot:
-        capacity = capacity_for(nbytes)
+        capacity = self._capacity(nbytes)
         free = self._free[capacity]
         if free:
             self.free_bytes -= capacity
@@ -113,6 +128,8 @@ class _Slots(Generic[Slot]):
             capacity = max(capacity for capacity, free in self._free.items() if free)
             self.free_bytes -= capacity
             self._drop(self._free[capacity].pop())
+
+    def close(self) -> None: ...
 
 
 def bytes_of(storage: Any) -> torch.Tensor:
@@ -148,45 +165,80 @@ class RamSpill(_Slots[_RamSlot]):
 class _PinnedSlot:
     """Its copies are issued to the current stream, and run later."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self._memory = memory
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        self._tensor = torch.from_numpy(memory)
         self.capacity = len(memory)
 
     def save(self, storage: Any) -> None:
         with torch._C._DisableTorchDispatch():
-            self._memory[: _nbytes(storage)].copy_(bytes_of(storage), non_blocking=True)
+            self._tensor[: _nbytes(storage)].copy_(bytes_of(storage), non_blocking=True)
 
     def load(self, storage: Any) -> None:
         with torch._C._DisableTorchDispatch():
-            bytes_of(storage).copy_(self._memory[: _nbytes(storage)], non_blocking=True)
+            bytes_of(storage).copy_(self._tensor[: _nbytes(storage)], non_blocking=True)
 
 
 class PinnedSpill(_Slots[_PinnedSlot]):
-    """Keeps bytes of a GPU's memory in pinned host memory, which is taken in large pieces."""
+    """Keeps bytes of a GPU's memory in pinned host memory: 1.02 bytes for each at most, and one piece for small slots.
+
+    If sizes vary from step to step, slots of up to the double are used. A quarter of the peak may be free.
+
+    Free slots are unpinned only when more memory is to be pinned, because that waits for the device.
+    """
 
     frees = False
 
-    def __init__(self) -> None:
+    def __init__(self, pinned: PinnedMemory, drain: Callable[[], None]) -> None:
+        """`pinned` serves nothing else. `drain` waits until the device has made all copies."""
         super().__init__()
-        self._slab = self._pinned(0)
+        self._pinned, self._drain = pinned, drain
+        self._slab = np.empty(0, np.uint8)
+        self._unpinned = 0
+
+    def _capacity(self, nbytes: int) -> int:
+        exact = capacity_for(nbytes, _PINNED_CLASSES, _PINNED_CLASSES)
+        if self._free[exact]:
+            return exact
+        most = 2 * nbytes if self._unpinned > _MOST_UNPINNED else nbytes + nbytes // _PINNED_SURPLUS
+        return min((c for c, free in self._free.items() if free and exact < c <= most), default=exact)
 
     def _make(self, capacity: int) -> _PinnedSlot:
-        """Return a new slot. Raises MemoryExceeded if the host has no memory to pin."""
+        """Return a new slot. Raises MemoryExceeded if no more memory may be pinned."""
+        if self.free_bytes > self._peak_bytes // _FREE_SHARE:
+            self._unpin_free()
+        if capacity >= _LEAST_PINNED_BYTES:
+            return _PinnedSlot(self._taken(capacity))
         if len(self._slab) < capacity:
-            self._slab = self._pinned(max(capacity, _SLAB_BYTES))
+            self._slab = self._taken(_SLAB_BYTES)
         memory, self._slab = self._slab[:capacity], self._slab[capacity:]
         return _PinnedSlot(memory)
 
-    @staticmethod
-    def _pinned(nbytes: int) -> torch.Tensor:
+    def _taken(self, nbytes: int) -> Bytes:
+        if not self._pinned.fits(nbytes):
+            self._unpin_free()
         try:
-            with torch._C._DisableTorchDispatch():
-                return torch.empty(nbytes, dtype=torch.uint8, pin_memory=nbytes > 0)
-        except RuntimeError as error:
-            raise MemoryExceeded(
-                f"the host has no {format_bytes(nbytes)} to pin for tensors that leave the GPU"
-                f" ({str(error).splitlines()[0]}); set store='file', or raise the budget"
-            ) from error
+            return self._pinned.take(nbytes, "tensors that leave the GPU")
+        except MemoryExceeded as error:
+            raise MemoryExceeded(f"{error}, set store='file', or raise the budget") from error
+
+    def _unpin_free(self) -> None:
+        """Unpin the free slots that have memory of their own."""
+        slots = [slot for c, free in self._free.items() if c >= _LEAST_PINNED_BYTES for slot in free]
+        if not slots:
+            return
+        self._drain()
+        self._unpinned += 1
+        for slot in slots:
+            self._free[slot.capacity].remove(slot)
+            self.free_bytes -= slot.capacity
+            self._pinned.release(slot.memory)
+
+    def close(self) -> None:
+        self._free.clear()
+        self.free_bytes = 0
+        self._slab = np.empty(0, np.uint8)
+        self._pinned.close()
 
 
 class _FileSlot:

@@ -328,6 +328,7 @@ class Residency:
         self.copier.close()
         while self._copies:
             self._complete(self._copies.popleft())
+        self.spill.close()
 
     def enter_stream(self) -> None:
         """Take the calling thread's current stream as that of the next op."""

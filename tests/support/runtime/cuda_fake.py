@@ -29,9 +29,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, HostBytes, Staging
+from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, Staging
 from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
 from cohabit.runtime.options import Tf32
+from cohabit.runtime.stores.pages import Bytes
 
 _POISON = 0xA5
 _POISONED_BYTES = 16 << 20
@@ -212,6 +213,8 @@ class FakeDriver:
         self._device_memory: list[torch.Tensor] = []
         self._staging: dict[FakeStream, torch.Tensor] = {}
         self._direct: dict[FakeStream, Staging] = {}
+        self._idle: dict[bool, list[FakeStream]] = {False: [], True: []}
+        self._open_graphs: list[FakeGraph] = []
         self._pools: list[FakePool] = []
         self._pinned: dict[int, int] = {}
         self._total_bytes = total_bytes
@@ -236,8 +239,22 @@ class FakeDriver:
         assert self._capture is None, f"{what} is not permitted while capturing"
 
     def stream(self, *, urgent: bool = False) -> FakeStream:
+        if self._idle[urgent]:
+            return self._idle[urgent].pop()
         assert len(self._streams) <= _STREAMS, "torch gives a stream out for the second time"
         return self._new_stream()
+
+    def give_back(self, stream: FakeStream, *, urgent: bool = False) -> None:
+        self._refuse_in_capture("freeing")
+        assert stream not in self._idle[urgent], "a stream is given back twice"
+        assert not stream.queue, "a stream is given back whose work has not ended"
+        if (memory := self._staging.pop(stream, None)) is not None:
+            own = [a for graph in self._open_graphs for a in graph.actions]
+            assert not _touches([*own, *self._queued()], memory.data_ptr(), memory.nbytes), (
+                "staging memory is in use"
+            )
+            self.give_back(self._direct.pop(stream).link, urgent=True)
+        self._idle[urgent].append(stream)
 
     def _new_stream(self) -> FakeStream:
         stream = FakeStream(self._rng.expovariate(1.0) ** 3 + 1e-6)
@@ -286,8 +303,7 @@ class FakeDriver:
 
     def _uses(self, start: int, nbytes: int) -> bool:
         """Whether a queued copy reads or writes some of these bytes."""
-        touched = (t for action in self._queued() for t in action.memory)
-        return any(t.data_ptr() < start + nbytes and start < t.data_ptr() + t.nbytes for t in touched)
+        return _touches(self._queued(), start, nbytes)
 
     def launch(self, kernels: Callable[[], None]) -> None:
         self._call("launch")
@@ -486,11 +502,11 @@ class FakeDriver:
     def allocated_bytes(self) -> int:
         return sum(m.nbytes for m in self._device_memory)
 
-    def pin(self, host: HostBytes) -> None:
+    def pin(self, host: Bytes) -> None:
         self._refuse_in_capture("pinning")
         self._pinned[host.ctypes.data] = host.nbytes
 
-    def unpin(self, host: HostBytes) -> None:
+    def unpin(self, host: Bytes) -> None:
         self._refuse_in_capture("unpinning")
         assert not self._uses(host.ctypes.data, host.nbytes), "memory is unpinned that a queued copy uses"
         del self._pinned[host.ctypes.data]
@@ -546,7 +562,8 @@ class FakeDriver:
         yield
 
     def memory(self) -> DeviceMemory:
-        used = self.context_bytes + self.allocated_bytes + self.graphs * self.graph_bytes
+        staging = sum(memory.nbytes for memory in self._staging.values())
+        used = self.context_bytes + self.allocated_bytes + staging + self.graphs * self.graph_bytes
         return DeviceMemory(self._total_bytes, self._total_bytes - used, used if self.names_processes else None)
 
     # Graphs
@@ -572,7 +589,8 @@ class FakeDriver:
             self._local.capture = self._local.pool = None
         _refuse_unjoined(capture)
         self.graphs += 1
-        return FakeGraph(self, capture)
+        self._open_graphs.append(FakeGraph(self, capture))
+        return self._open_graphs[-1]
 
     def release(self, graphs: Sequence["FakeGraph"]) -> None:
         self.calls.append("release")
@@ -611,20 +629,30 @@ class FakeGraph:
         self._driver = driver
         self._capture = capture
         self.closed = False
+        self.fails: Callable[[], None] | None = None
+        """Set to fail the next replay, on the device."""
+
+    @property
+    def actions(self) -> list[Action]:
+        return [item for items in self._capture.items.values() for item in items if isinstance(item, Action)]
 
     def replay(self) -> None:
         assert not self.closed
         self._driver._call("replay")
         self._driver._replay(self._capture)
+        if self.fails is not None:
+            self._driver._put(Action(self.fails))
+            self.fails = None
 
     def close(self) -> None:
         """The driver's `release` does."""
         assert not self.closed
-        own = {id(item) for items in self._capture.items.values() for item in items}
+        own = {id(action) for action in self.actions}
         assert all(id(action) not in own for action in self._driver._queued()), (
             "a graph is closed whose replay is queued"
         )
         self.closed = True
+        self._driver._open_graphs.remove(self)
         self._driver.graphs -= 1
 
 
@@ -641,6 +669,12 @@ def _refuse_unjoined(capture: Capture) -> None:
     assert leading == capture.items.keys(), "a capture ends with a stream that does not lead back"
 
 
+def _touches(actions: Sequence[Action], start: int, nbytes: int) -> bool:
+    """Whether a copy reads or writes some of these bytes."""
+    touched = (t for action in actions for t in action.memory)
+    return any(t.data_ptr() < start + nbytes and start < t.data_ptr() + t.nbytes for t in touched)
+
+
 def _fill(raw: torch.Tensor) -> None:
     raw.fill_(_POISON)
 
@@ -653,7 +687,7 @@ def _inside(tensor: torch.Tensor, start: int, nbytes: int) -> bool:
     return start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= start + nbytes
 
 
-def pinned_array(driver: FakeDriver, nbytes: int) -> HostBytes:
+def pinned_array(driver: FakeDriver, nbytes: int) -> Bytes:
     host = np.zeros(nbytes, np.uint8)
     driver.pin(host)
     return host

@@ -1,8 +1,8 @@
-"""`make gpu-dry-run`: the GPU tests, and a cell of each GPU benchmark, on a stub of CUDA (`cuda_stub.cpp`).
+"""`make gpu-dry-run`: what `make gpu-check` begins with, and all GPU tests, on a stub of CUDA (`cuda_stub.cpp`).
 
 What torch's real CUDA build does with memory, streams and captures is real. Kernels do nothing, so no values are
-compared. Without arguments every part runs in a process of its own; exit status 0 if all of them end with that. A part
-in which the stub has refused a call, as CUDA would, does not.
+compared. Without arguments every piece runs in a process of its own; exit status 0 if all of them end with that. A
+piece in which the stub has refused a call, as CUDA would, does not. Texts need a server's packages, and are left out.
 """
 
 import ctypes
@@ -15,13 +15,8 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from benchmarks.gpu import common, copies, figure8, resnet, run, steps, table2
+from benchmarks.gpu import common, figure8, resnet, run, steps, table2, tests
 
-CELLS = {
-    copies.STEP: copies.DIRECTIONS[0],
-    table2.STEP: "as served, batch 1",
-    figure8.STEP: "partitioned in int8, memory 90%",
-}
 NEED_A_DEVICE = (
     "test_a_copy_from_registered_memory_does_not_block",
     "test_a_fault_of_the_device_is_an_error_and_a_state_and_never_a_hang",
@@ -49,35 +44,35 @@ def main(arguments: Sequence[str]) -> int:
         )
         return 1
     if not arguments:
-        parts = [run.TESTS, *(step.name for step in CELLS)]
+        parts = [p for p in run.pieces(list(run.STEPS)) if p in run.FIRST or p[0] == tests.STEP.name]
+        parts = [part for part in parts if part[0] != "texts"]
         command = [sys.executable, "-X", "faulthandler", "-m", "tests.support.runtime.gpu_dry_run"]
-        failed = [part for part in parts if subprocess.run([*command, part], check=False).returncode != 0]
-        print(f"did not hold: {', '.join(failed)}" if failed else "everything held", file=sys.stderr)
+        failed = [": ".join(p) for p in parts if subprocess.run([*command, *p], check=False).returncode != 0]
+        print(f"did not hold: {'; '.join(failed)}" if failed else "everything held", file=sys.stderr)
         return 1 if failed else 0
     torch.backends.cudnn.enabled = False
     torch.backends.cuda.enable_cudnn_sdp(False)
-    (part,) = arguments
-    if part == run.TESTS:
-        options = ["-m", "gpu", "-q", "-o", "addopts=-ra", "-W", "default", "-p", "no:cacheprovider"]
-        status = int(pytest.main([*options, *run.GPU_TESTS], [WithoutValues()]))
-    else:
-        status = _one_cell(next(step for step in CELLS if step.name == part))
+    name, cell = arguments
+    tests.PLUGINS.append(WithoutValues())
+    status = _one_cell(run.STEPS[name], cell)
     refusals = ctypes.CDLL("libcuda.so.1").cudaStubRefusals()
-    print(f"{part}: the stub refused {refusals} calls", file=sys.stderr)
+    print(f"{name}, {cell}: the stub refused {refusals} calls", file=sys.stderr)
     return status or int(refusals > 0)
 
 
-def _one_cell(step: steps.Step) -> int:  # type: ignore[type-arg]
+def _one_cell(step: steps.Step, cell: str) -> int:  # type: ignore[type-arg]
     """Measure a cell of a step, of a small network."""
     resnet.BLOCKS, resnet.WIDTH, resnet.INPUT = (1, 1, 1, 1), 32, (3, 32, 32)
     table2.BUDGETS_MB = {1: (8,)}
     figure8.MODELS, figure8.LOADS, figure8.POINT_S = 4, (0.2,), 0.2
     common.PLAN_S = 0.2
+    if cell.startswith("partitioned"):
+        cell = f"{cell.partition(',')[0]}, memory 90%"  # the small network's activations need that
     with TemporaryDirectory() as folder:
         common.FOLDER = Path(folder) / "gpu"
         output = Path(folder) / "results"
-        status = steps.main(step, ["--here", "--output", str(output), "--cells", CELLS[step]])
-        print(steps.rows_path(step, output).read_text())
+        status = steps.main(step, ["--here", "--output", str(output), "--cells", cell])
+        print(steps.new_path(step, output).read_text())
     return status
 
 

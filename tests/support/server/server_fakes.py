@@ -67,6 +67,12 @@ class FakeServable:
     def foresee(self, inputs: Inputs, rows: int) -> None:
         self.foreseen.append(rows)
 
+    def launches_ahead(self, inputs: Inputs, rows: int) -> bool:
+        return False
+
+    def begin(self, requests: Sequence[Inputs], rows: int, on_recording: Any = None) -> Answer:
+        return self.execute(requests, rows, on_recording)
+
     def execute(self, requests: Sequence[Inputs], rows: int, on_recording: object = None) -> Answer:
         self.calls.append(rows)
         started_s = time.monotonic()

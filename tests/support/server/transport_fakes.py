@@ -103,7 +103,7 @@ class FakeEngine:
 
     async def unload(self, model: str) -> None: ...
 
-    async def report(self) -> EngineReport:
+    async def report(self, model: ModelKey | None = None) -> EngineReport:
         return EngineReport({key: ModelCounters(statistics) for key, statistics in self._statistics.items()})
 
     def count_rejection(self, model: ModelKey, reason: str) -> None: ...
