@@ -14,22 +14,29 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from google.protobuf import text_format
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
 from cohabit.planner.compiled import cache_folder
 from cohabit.server.cli import main
+from cohabit.server.triton.model_config import ModelConfig
 from examples import ensemble
+from examples.agent.folders import CHAT
+from examples.photo_library import models as photo_library
 from examples.sentences import embed, table
 from examples.serve_module import Scorer
+from examples.workflows.models import MODELS, WORKFLOWS
+from examples.workflows.models import ensemble as workflow
 from tests.support.server.fake_kserve import serving_app
 
 pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-PAGE_LINES = 66
+PAGE_LINES, FOLDER_LINES = 66, 180
 PORTS = ("--http-port", "0", "--grpc-port", "off", "--metrics-port", "off")
-START_S = 120.0
+START_S, FIRST_START_S = 120.0, 900.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,10 +70,10 @@ def printed_by(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 
 
 @contextmanager
-def served(*command: str) -> Iterator[str]:
+def served(*command: str, patience_s: float = START_S) -> Iterator[str]:
     """Yields the address, on a loop of its own."""
     with asyncio.Runner() as runner:
-        server = running_server(command, START_S)
+        server = running_server(command, patience_s)
         address = address_of(runner.run(server.__aenter__()))
         try:
             yield address
@@ -120,6 +127,59 @@ def test_a_plan_made_by_hand_is_shown(printed_by: Callable[..., str], capfd: pyt
     assert "chain, batch 1, in 16.0 MiB" in capfd.readouterr().out
 
 
+PUBLIC_SIZES = {
+    "clip_image": 87_849_216,
+    "clip_text": 63_428_096,
+    "face_detector": 16.9e6 / 4,
+    "face_embedder": 174.4e6 / 4,
+    "ocr_detector": 4.7e6 / 4,
+    "ocr_recognizer": 16.5e6 / 4,
+}
+"""Parameters: CLIP ViT-B/32's as published, and those of buffalo_l's and PP-OCRv5 mobile's files."""
+
+
+@pytest.mark.parametrize(("name", "parameters"), PUBLIC_SIZES.items())
+def test_a_model_of_the_photo_library_has_its_public_size(name: str, parameters: float) -> None:
+    with torch.device("meta"):
+        module = getattr(photo_library, name)()
+    within = 0.0 if name.startswith("clip") else 0.2
+    assert sum(parameter.numel() for parameter in module.parameters()) == pytest.approx(parameters, rel=within)
+
+
+def test_the_agents_chat_model_has_the_published_number_of_parameters() -> None:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**CHAT))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+
+
+def test_six_workflows_run_three_to_five_of_twelve_models_each() -> None:
+    run = {
+        name: [
+            step.model_name for step in text_format.Parse(workflow(models), ModelConfig()).ensemble_scheduling.step
+        ]
+        for name, models in WORKFLOWS.items()
+    }
+    assert len(run) == 6
+    assert {len(set(steps)) for steps in run.values()} == {3, 4, 5}
+    assert {model for steps in run.values() for model in steps} == set(MODELS)
+    assert len(MODELS) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "printed"),
+    [("photo_library", "cosines of the search:"), ("workflows", "the same answers"), ("agent", " tokens: ")],
+)
+def test_an_example_with_several_models_is_served_and_asked(
+    example: str, printed: str, folder: Path, monkeypatch: pytest.MonkeyPatch, printed_by: Callable[..., str]
+) -> None:
+    monkeypatch.setenv("MODELS", str(folder / example))
+    with served("sh", str(EXAMPLES / example / "run.sh"), *PORTS, patience_s=FIRST_START_S) as address:
+        text = printed_by(f"{example}/client.py", address)
+    assert printed in text
+    assert "other answers" not in text
+
+
 LENGTH = 12
 
 
@@ -159,7 +219,8 @@ async def test_sentences_are_cut_and_padded_to_the_models_length() -> None:
 
 def test_every_example_is_a_page_and_has_a_test() -> None:
     tested = Path(__file__).read_text() + (Path(__file__).parent / "runtime" / "test_tiling_command.py").read_text()
-    for example in EXAMPLES.iterdir():
-        if example.suffix in (".py", ".sh"):
-            assert len(example.read_text().splitlines()) <= PAGE_LINES, example
-            assert example.name in tested or f"examples.{example.stem} " in tested, example
+    for example in (path for path in EXAMPLES.rglob("*") if path.suffix in (".py", ".sh")):
+        of_folder = example.parent != EXAMPLES
+        assert len(example.read_text().splitlines()) <= (FOLDER_LINES if of_folder else PAGE_LINES), example
+        name = f'"{example.parent.name}"' if of_folder else example.name
+        assert name in tested or f"examples.{example.stem} " in tested, example

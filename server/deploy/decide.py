@@ -3,11 +3,12 @@
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
 from cohabit.planner.graph import aligned
+from cohabit.planner.lifetimes import live_activation_bytes
 from cohabit.planner.memory import Memory
 from cohabit.planner.sizing.problem import Division
 from cohabit.runtime.errors import MemoryExceeded
@@ -133,12 +134,17 @@ class Decider:
         others = [model for model in self._memory.models.values() if model is not old]
         if self._all_resident and others:
             raise await in_thread(self._resident_refusal, models[0], others)
+        measured = None
         if self._at_start:
-            self.memory_bytes = await in_thread(self._measured_memory, models)
-        division = await in_thread(
-            self._division, others, models, partial(on_progress, "planning", "dividing the memory")
-        )
+            self.memory_bytes, measured = await in_thread(self._measured_memory, models)
+        divide = partial(self._division, others, models, partial(on_progress, "planning", "dividing the memory"))
+        division = await in_thread(divide)
         _leave_out_batches(models, division.most_batches[len(others) :])
+        if measured is not None and (kept_bytes := await in_thread(self._kept_bytes, models, division)):
+            # Activations are in the heap, beside the arena, whose workspace copies of other models have filled.
+            self.memory_bytes = await in_thread(self._within, replace(measured, kept_bytes=kept_bytes), models)
+            division = await in_thread(divide)
+            _leave_out_batches(models, division.most_batches[len(others) :])
 
         # Loaded models keep their partitions, or shrink to their share.
         workspace = division.workspace_bytes
@@ -172,12 +178,19 @@ class Decider:
         )
         return division
 
-    def _measured_memory(self, models: Sequence[Model]) -> int:
-        """Return the memory for the initial models. Raises ConfigError if --process-memory leaves too little."""
+    def _measured_memory(self, models: Sequence[Model]) -> tuple[int, "ProcessMemory | None"]:
+        """Return the memory for the initial models, and with --process-memory the parts of the process's.
+
+        Raises ConfigError if --process-memory leaves too little.
+        """
         config = self._config
         if config.process_memory_bytes is None:
-            return self.memory_limit.of(sum(model.weight_bytes for model in models))
+            return self.memory_limit.of(sum(model.weight_bytes for model in models)), None
         measured = measure_process_memory(config.process_memory_bytes, models, config)
+        return self._within(measured, models), measured
+
+    def _within(self, measured: "ProcessMemory", models: Sequence[Model]) -> int:
+        """Return what a process's memory leaves for the initial models. Raises ConfigError if it is too little."""
         if self._bundle is not None:
             measured.require(self._bundle.memory_bytes)
             return self._bundle.memory_bytes
@@ -186,6 +199,25 @@ class Decider:
         )
         self.memory_limit = FixedSize(measured.models_bytes)
         return measured.models_bytes
+
+    def _kept_bytes(self, models: Sequence[Model], division: Division) -> int:
+        """Return the memory that activations take beside a workspace that another model's copies have filled.
+
+        The division counts them in the workspace. On a CPU they are in the heap, which keeps a quarter more.
+        """
+        most_bytes = [
+            min(
+                max(max(live_activation_bytes(graph)) for graph in model.demand.graphs.values()),
+                division.workspace_bytes,
+            )
+            for model in models
+        ]
+        streamed = [
+            nbytes
+            for model, partition_bytes, nbytes in zip(models, division.partition_bytes, most_bytes, strict=True)
+            if partition_bytes < model.parameter_bytes
+        ]
+        return (max(most_bytes) - min(streamed)) * 5 // 4 * self._config.compute_lanes if streamed else 0
 
     @property
     def _all_resident(self) -> bool:
@@ -233,6 +265,8 @@ class ProcessMemory:
     queue_bytes: int
     state_bytes: int = 0
     """States of sequences; 0 if no model has any."""
+    kept_bytes: int = 0
+    """Freed activations in the heap, beside a workspace filled by copies."""
 
     @property
     def models_bytes(self) -> int:
@@ -242,7 +276,7 @@ class ProcessMemory:
 
     @property
     def _fixed_bytes(self) -> int:
-        return self.base_bytes + self.store_bytes + SERVING_BYTES
+        return self.base_bytes + self.store_bytes + SERVING_BYTES + self.kept_bytes
 
     def require(self, models_bytes: int) -> None:
         """Raise ConfigError, with the size of each part, if the models get less than `models_bytes`."""
@@ -260,6 +294,7 @@ class ProcessMemory:
             (f"requests ({source})", queue_bytes),
             *([("states of sequences (the same limit)", queue_bytes)] if self.state_bytes else []),
             ("code, kernels and heap of the first requests", SERVING_BYTES),
+            *([("activations beside other models' copies", self.kept_bytes)] if self.kept_bytes else []),
             ("models, at least", needed),
         )
         table = "".join(f"\n  {what:<50}{format_bytes(nbytes):>12}" for what, nbytes in parts)

@@ -27,6 +27,8 @@ _GIVE_UP_AFTER = 3
 """After this many failed starts in a row, requests are refused instead of waiting; a first start fails."""
 
 COMMAND = (sys.executable, "-m", "cohabit.server.process.engine_process")
+ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
+"""Has glibc keep one heap for all threads (`runtime.heap`). Heaps that exist when a process asks for one would stay."""
 
 
 class Supervisor:
@@ -139,7 +141,11 @@ class Supervisor:
             try:
                 inherited = theirs.fileno()
                 process = await asyncio.create_subprocess_exec(
-                    *self._command, str(inherited), pass_fds=(inherited,), stdin=asyncio.subprocess.DEVNULL
+                    *self._command,
+                    str(inherited),
+                    pass_fds=(inherited,),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    env={**ONE_HEAP, **os.environ},
                 )
             except OSError:
                 ours.close()

@@ -7,12 +7,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cohabit.planner.errors import format_bytes
+from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.devices import open_device
@@ -158,6 +162,42 @@ def test_the_front_end_counts_as_it_was_when_the_server_started(monkeypatch: pyt
     measured = decide.measure_process_memory(400 << 20, [], config)
     assert measured.base_bytes == 150 << 20
     assert measured.models_bytes == (400 - 150 - 1 - 44) // 4 * 4 << 20
+
+
+def activations(nbytes: int) -> SimpleNamespace:
+    """A model with 16 MiB of parameters and one op, whose input has so many bytes."""
+    tensors = Tensor("w", 16 << 20, "parameter"), Tensor("x", nbytes, "input"), Tensor("y", 0, "activation")
+    graph = Graph("one", 1, "0" * 64, tensors, (Op("op", "linear", (0, 1), (2,)),), (2,))
+    return SimpleNamespace(demand=SimpleNamespace(graphs={1: graph}), parameter_bytes=16 << 20)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "partitions", "workspace", "kept"),
+    [
+        (
+            (1, 9),
+            (8, 8),
+            12,
+            10.0,
+        ),  # the other's copies fill the workspace, but for the 1 MiB of its own activations
+        ((1, 9), (8, 16), 12, 10.0),
+        ((1, 9), (16, 8), 12, 0.0),  # only the model with the most activations streams
+        ((1, 9), (16, 16), 12, 0.0),
+        ((1, 90), (8, 8), 11, 12.5),  # offloaded: no more than the workspace is in memory
+        ((9,), (8,), 12, 0.0),
+    ],
+)
+def test_activations_count_beside_a_workspace_that_other_models_stream_through(
+    sizes: Sequence[int], partitions: Sequence[int], workspace: int, kept: float
+) -> None:
+    decider: Any = SimpleNamespace(_config=SimpleNamespace(compute_lanes=1))
+    division: Any = SimpleNamespace(
+        partition_bytes=[nbytes << 20 for nbytes in partitions], workspace_bytes=workspace << 20
+    )
+    models: list[Any] = [activations(nbytes << 20) for nbytes in sizes]
+    assert decide.Decider._kept_bytes(decider, models, division) == kept * (1 << 20)
+    measured = decide.ProcessMemory(400 << 20, 100 << 20, 0, 0, kept_bytes=int(kept) << 20)
+    assert measured.models_bytes == (400 - 100 - 44 - int(kept)) // 4 * 4 << 20
 
 
 @pytest.mark.parametrize("queue_bytes", [None, 3 << 20])
