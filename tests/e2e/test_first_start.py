@@ -149,8 +149,8 @@ def test_a_start_after_a_kill_has_the_partitions_and_plans_that_were_in_use(
         return slow
 
     monkeypatch.setattr(replan, "measured_profiles", measured_first)
-    for seed, name in enumerate("ab"):
-        stacks.put(repository, name, seed)
+    stacks.put(repository, "a", 0)
+    stacks.put(repository, "b", 1, layers=3)  # of another family than `a`, whose profile it would find
 
     def in_use(server: Running) -> dict[str, dict[Bucket, Plan]]:
         return {name: dict(server.placement.models[name, 1].plans) for name in "ab"}

@@ -191,8 +191,8 @@ def test_the_configuration_says_what_the_program_takes(server: Process, folder: 
 
 
 def test_the_first_start_finds_everything_in_the_cache(server: Process, folder: Path) -> None:
-    """A model is lowered once: the server's start has added no weights file."""
-    weights = list((folder / "cache" / "weights").glob("*/weights-*.bin"))
+    """A model is lowered once: the server's start has added no weights."""
+    weights = list((folder / "cache" / "weights").glob("*/weights-*.json"))
     assert len(weights) == 5
     programs = [len(list(path.parent.glob("program-*.json"))) for path in weights]
     assert programs == [1] * 5

@@ -52,7 +52,8 @@ def source_with(folder: Path, factor: int) -> Path:
     package.mkdir(parents=True, exist_ok=True)
     for name in (package.parent / "__init__.py", package / "__init__.py"):
         name.touch()
-    shutil.copy(cohabit.planner.compiled.__file__, package)
+    for name in ("compiled.py", "cache_file.py", "errors.py"):
+        shutil.copy(Path(cohabit.planner.compiled.__file__).with_name(name), package)
     for name, source in LOOPS.items():
         if name == "callee.py" or not (package / name).exists():
             (package / name).write_text(source.replace("{factor}", str(factor)))

@@ -31,10 +31,10 @@ Array = NDArray[np.float32]
 
 
 class Stack(torch.nn.Module):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, layers: int = LAYERS) -> None:
         super().__init__()
         draws = torch.Generator().manual_seed(seed)  # of its own: several threads make stacks
-        weights = (torch.randn(WIDTH, WIDTH, generator=draws) / WIDTH**0.5 for _ in range(LAYERS))
+        weights = (torch.randn(WIDTH, WIDTH, generator=draws) / WIDTH**0.5 for _ in range(layers))
         self.weights = torch.nn.ParameterList(weights)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,12 +49,13 @@ class Stacks:
 
     root: Path
 
-    def put(self, repository: Path, name: str, seed: int, version: int = 1) -> None:
-        archive = self.root / f"{seed}.pt2"
+    def put(self, repository: Path, name: str, seed: int, version: int = 1, layers: int = LAYERS) -> None:
+        """Stacks of as many layers are a family: they share profiles and plans."""
+        archive = self.root / f"{seed}-{layers}.pt2"
         with locked(archive.with_suffix(".lock")):
             if not archive.exists():
                 program = torch.export.export(
-                    Stack(seed).eval(),
+                    Stack(seed, layers).eval(),
                     (),
                     kwargs={"x": torch.zeros(2, WIDTH)},
                     dynamic_shapes={"x": {0: Dim("batch", min=1, max=8)}},
