@@ -147,6 +147,15 @@ async def test_the_report_counts_requests_and_rejections(front_end: FrontEnd) ->
     assert statistics.batches[2].count == 1
 
 
+async def test_the_report_of_one_model_has_its_counters_only(front_end: FrontEnd) -> None:
+    whole = await front_end.client.report()
+    assert len(whole.models) > 1
+    key = next(iter(whole.models))
+    alone = await front_end.client.report(key)
+    assert alone.models.keys() == {key}
+    assert alone.models[key].statistics.answered.count == whole.models[key].statistics.answered.count
+
+
 async def test_the_catalog_has_every_model(front_end: FrontEnd) -> None:
     states = {entry.name: entry.state for entry in front_end.client.catalog}
     assert states == dict.fromkeys(("adder", "double", "empty", "slow"), ModelState.READY)
