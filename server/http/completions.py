@@ -1,5 +1,6 @@
 """Text generation, whole or as server-sent events: OpenAI's completions and chats, and Triton's generate."""
 
+import asyncio
 import logging
 import time
 import uuid
@@ -43,6 +44,8 @@ _CHARACTERS_PER_TOKEN = 64
 _USUAL_TOKENS = 16
 """OpenAI's `max_tokens` default for completions; chats may fill the context."""
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 4, 256
+_MOST_TEXTS = 32
+"""Maximum number of texts that a request has generated: one for each prompt, `n` times."""
 _WRITE_S = 30.0
 """Seconds until a client that reads no event is disconnected, so that its text keeps no memory."""
 
@@ -82,7 +85,8 @@ class _Asked(msgspec.Struct, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    n: int | None = None
+    n: Annotated[int, Meta(ge=1, le=_MOST_TEXTS)] | None = None
+    """Number of texts for each prompt."""
     ignore_eos: bool | None = None
     """Not OpenAI's: ignores end tokens, for benchmarks."""
     return_token_ids: bool | None = None
@@ -102,11 +106,8 @@ class _Asked(msgspec.Struct, kw_only=True):
             )
         return stops
 
-    def sampler(self) -> Sampler:
-        if self.n not in (None, 1):
-            raise InvalidRequest(
-                f"n is {self.n}; one text is generated per request: send the request {self.n} times"
-            )
+    def sampler(self, number: int = 0) -> Sampler:
+        """Return the sampler of a prompt's text. With a seed, each of its texts has a seed of its own."""
         try:
             bias = {int(token): value for token, value in (self.logit_bias or {}).items()}
         except ValueError as error:
@@ -117,7 +118,7 @@ class _Asked(msgspec.Struct, kw_only=True):
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
             top_k=max(self.top_k or 0, 0),
-            seed=self.seed,
+            seed=None if self.seed is None else self.seed + number,
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=bias,
@@ -127,7 +128,7 @@ class _Asked(msgspec.Struct, kw_only=True):
 
 class CompletionBody(_Asked, kw_only=True):
     prompt: msgspec.Raw
-    """A text, token ids, or a list with one of these."""
+    """A text, token ids, or a list of texts or of lists of token ids."""
     logprobs: Annotated[int, Meta(ge=0, le=5)] | None = None
 
 
@@ -168,6 +169,9 @@ class _Form(Protocol):
         """Path prefix that selects the error format."""
         ...
 
+    @property
+    def text(self) -> Text: ...
+
     def start(self) -> dict[str, Any] | None:
         """The first event of a stream, before any piece."""
         ...
@@ -176,11 +180,17 @@ class _Form(Protocol):
         """Event of a piece; None if empty: an incomplete character, and token ids not requested."""
         ...
 
-    def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
-        """Yield the events after the last piece, with usage if requested."""
+    def last(self) -> dict[str, Any] | None:
+        """The event after the last piece of this text."""
         ...
 
-    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]: ...
+    def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
+        """Yield the events after all texts, with usage if requested."""
+        ...
+
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        """The answer with this text alone."""
+        ...
 
 
 class CompletionsApi:
@@ -197,26 +207,30 @@ class CompletionsApi:
         self, asked: GenerateBody, sampler: Sampler, info: ModelInfo, *, streams: bool
     ) -> web.StreamResponse:
         """Continue a text, for Triton's generate extension."""
+        if asked.n not in (None, 1):
+            raise InvalidRequest(f"n is {asked.n}; generate returns one text: send the request {asked.n} times")
         with self._plane.fitting(info.key):
             document = await self._documents.of(info)
             tokenizer = await self._plane.tokenizers.of(info.name)
             prompt = await self._tokens(asked.text_input, info, tokenizer, adds_special=True)
             text = self._text(asked, sampler, info, tokenizer, prompt, document, None)
-        return await self._answer(asked, text, _Generated(text, asked.id), streams=streams)
+        return await self._answer(asked, [_Generated(text, asked.id)], streams=streams)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """Complete a prompt."""
+        """Complete prompts."""
         async with self._read(request, CompletionBody, "send a shorter prompt") as read:
-            asked, sampler, info, document = read
+            asked, info, document = read
             tokenizer = await self._plane.tokenizers.find(info.name)
-            prompt = await self._prompt(asked.prompt, info, tokenizer)
-            text = self._text(asked, sampler, info, tokenizer, prompt, document, asked.logprobs)
-        return await self._answer(asked, text, _Completion(text, _named(asked, text)), streams=bool(asked.stream))
+            prompts = await self._prompts(asked.prompt, info, tokenizer)
+            texts = self._texts(asked, info, tokenizer, prompts, document, asked.logprobs)
+        named = _named(asked, texts[0])
+        forms = [_Completion(text, named, index) for index, text in enumerate(texts)]
+        return await self._answer(asked, forms, streams=bool(asked.stream))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
         async with self._read(request, ChatBody, "send a shorter conversation") as read:
-            asked, sampler, info, document = read
+            asked, info, document = read
             if asked.top_logprobs and not asked.logprobs:
                 raise InvalidRequest(f"top_logprobs is {asked.top_logprobs} without logprobs; set logprobs to true")
             tokenizer = await self._plane.tokenizers.of(info.name)
@@ -225,30 +239,37 @@ class CompletionsApi:
             prompt_text = await self._templates.rendered(info.name, document, conversation)
             prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
             likely = (asked.top_logprobs or 0) if asked.logprobs else None
-            text = self._text(asked, sampler, info, tokenizer, prompt, document, likely)
-        return await self._answer(asked, text, _Chat(text, _named(asked, text)), streams=bool(asked.stream))
+            texts = self._texts(asked, info, tokenizer, [prompt], document, likely)
+        named = _named(asked, texts[0])
+        forms = [_Chat(text, named, index) for index, text in enumerate(texts)]
+        return await self._answer(asked, forms, streams=bool(asked.stream))
 
     @asynccontextmanager
     async def _read(
         self, request: web.Request, of_type: type[_A], way_out: str
-    ) -> AsyncIterator[tuple[_A, Sampler, ModelInfo, LanguageDocument]]:
+    ) -> AsyncIterator[tuple[_A, ModelInfo, LanguageDocument]]:
         """Read a body into memory leased for this block, and find its model. Counts mismatched requests."""
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, way_out)
-            asked, sampler = await plane.decode(len(body) > _QUICK_BODY_BYTES, _parsed, body, of_type)
+            asked, _ = await plane.decode(len(body) > _QUICK_BODY_BYTES, _parsed, body, of_type)
             info = plane.require_ready(asked.model)
             with plane.fitting(info.key):
-                yield asked, sampler, info, await self._documents.of(info)
+                yield asked, info, await self._documents.of(info)
 
-    async def _prompt(self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None) -> list[int]:
+    async def _prompts(
+        self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None
+    ) -> list[list[int]]:
         slow = len(memoryview(given)) > _QUICK_BODY_BYTES
-        parsed = await self._plane.decode(slow, _parsed_prompt, given, info)
-        if isinstance(parsed, list):
-            return parsed
-        if tokenizer is None:
-            raise InvalidRequest(f"model '{info.name}' has no tokenizer; send the prompt as token ids")
-        return await self._tokens(parsed, info, tokenizer, adds_special=True)
+        prompts: list[list[int]] = []
+        for prompt in await self._plane.decode(slow, _parsed_prompts, given, info):
+            if isinstance(prompt, list):
+                prompts.append(prompt)
+            elif tokenizer is None:
+                raise InvalidRequest(f"model '{info.name}' has no tokenizer; send the prompt as token ids")
+            else:
+                prompts.append(await self._tokens(prompt, info, tokenizer, adds_special=True))
+        return prompts
 
     async def _tokens(
         self, text: str, info: ModelInfo, tokenizer: LoadedTokenizer, *, adds_special: bool
@@ -262,6 +283,28 @@ class CompletionsApi:
         slow = len(text) > _QUICK_BODY_BYTES
         (tokens,) = await self._plane.decode(slow, tokenizer.tokens, [text], adds_special=adds_special)
         return [int(token) for token in tokens]
+
+    def _texts(
+        self,
+        asked: _Asked,
+        info: ModelInfo,
+        tokenizer: LoadedTokenizer | None,
+        prompts: Sequence[list[int]],
+        document: LanguageDocument,
+        likely: int | None,
+    ) -> list[Text]:
+        """Return `n` texts for each prompt, in the order of their indices in the answer."""
+        each = asked.n or 1
+        if len(prompts) * each > _MOST_TEXTS:
+            raise InvalidRequest(
+                f"{len(prompts)} prompts and n={each} make {len(prompts) * each} texts; a request has at most"
+                f" {_MOST_TEXTS}: send several"
+            )
+        return [
+            self._text(asked, asked.sampler(number), info, tokenizer, prompt, document, likely)
+            for prompt in prompts
+            for number in range(each)
+        ]
 
     def _text(
         self,
@@ -312,40 +355,112 @@ class CompletionsApi:
             likely=likely,
         )
 
-    async def _answer(self, asked: _Asked, text: Text, form: _Form, *, streams: bool) -> web.StreamResponse:
-        pieces = generate(self._plane, text, self._prefixes)
+    async def _answer(self, asked: _Asked, forms: Sequence[_Form], *, streams: bool) -> web.StreamResponse:
+        pieces = _together([generate(self._plane, form.text, self._prefixes) for form in forms])
         if not streams:
+            found: list[list[TextPiece]] = [[] for _ in forms]
             async with aclosing(pieces):
-                found = [piece async for piece in pieces]
-            return json_response(form.whole(found))
+                async for number, piece in pieces:
+                    found[number].append(piece)
+            answers = [form.whole(own) for form, own in zip(forms, found, strict=True)]
+            if len(answers) > 1:
+                choices = [choice for answer in answers for choice in answer["choices"]]
+                answers[0] |= {"choices": choices, "usage": _usage(asked, forms)}
+            return json_response(answers[0])
         includes_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        events = _events(pieces, text, form, includes_usage=includes_usage)
+        events = _events(pieces, forms, asked if includes_usage else None)
         return EventStream(events, await anext(events), _WRITE_S)
 
 
+async def _together(
+    texts: Sequence[AsyncGenerator[TextPiece, None]],
+) -> AsyncGenerator[tuple[int, TextPiece], None]:
+    """Yield the pieces of texts that are generated at the same time, each with its text's number.
+
+    An error of one text, and closing this generator, end all of them.
+    """
+    if len(texts) == 1:
+        async with aclosing(texts[0]) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+
+    async def next_of(number: int) -> TextPiece | None:
+        return await anext(texts[number], None)
+
+    awaited = {asyncio.create_task(next_of(number)): number for number in range(len(texts))}
+    try:
+        while awaited:
+            done, _ = await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = awaited.pop(task)
+                if (next_piece := task.result()) is not None:
+                    yield number, next_piece
+                    awaited[asyncio.create_task(next_of(number))] = number
+    finally:
+        for task in awaited:
+            task.cancel()
+        await asyncio.gather(*awaited, return_exceptions=True)
+        for text in texts:
+            await text.aclose()
+
+
 async def _events(
-    pieces: AsyncGenerator[TextPiece, None], text: Text, form: _Form, *, includes_usage: bool
+    pieces: AsyncGenerator[tuple[int, TextPiece], None], forms: Sequence[_Form], counted: _Asked | None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream. Raises errors before the first piece; later errors become events."""
+    """Yield the events of a stream, with usage at its end if `counted`. Each text begins and ends with an event.
+
+    Raises errors before the first piece; later errors become events.
+    """
+    ended = [False] * len(forms)
+
+    def last_of(number: int) -> Iterator[bytes]:
+        ended[number] = True
+        if (last := forms[number].last()) is not None:
+            yield msgspec.json.encode(last)
+
     async with aclosing(pieces):
         first = await anext(pieces, None)
-        if (start := form.start()) is not None:
-            yield msgspec.json.encode(start)
+        for form in forms:
+            if (start := form.start()) is not None:
+                yield msgspec.json.encode(start)
         try:
-            if first is not None and (event := form.chunk(first)) is not None:
-                yield msgspec.json.encode(event)
-            async for piece in pieces:
-                if (event := form.chunk(piece)) is not None:
+            piece = first
+            while piece is not None:
+                form = forms[piece[0]]
+                if (event := form.chunk(piece[1])) is not None:
                     yield msgspec.json.encode(event)
+                if form.text.finish_reason is not None:
+                    for event_bytes in last_of(piece[0]):
+                        yield event_bytes
+                piece = await anext(pieces, None)
         except RequestError as error:
-            yield msgspec.json.encode({"error": error_of(error, form.path)})
+            yield msgspec.json.encode({"error": error_of(error, forms[0].path)})
             return
         except Exception:
-            internal = Refused("EngineFailed", log_internal_error(_log, path=form.path))
-            yield msgspec.json.encode({"error": error_of(internal, form.path)})
+            internal = Refused("EngineFailed", log_internal_error(_log, path=forms[0].path))
+            yield msgspec.json.encode({"error": error_of(internal, forms[0].path)})
             return
-    for last in form.end(text.usage if includes_usage else None):
-        yield last
+    for number, has_ended in enumerate(ended):
+        if not has_ended:
+            for event_bytes in last_of(number):
+                yield event_bytes
+    for end in forms[0].end(None if counted is None else _usage(counted, forms)):
+        yield end
+
+
+def _usage(asked: _Asked, forms: Sequence[_Form]) -> dict[str, Any]:
+    """Return the tokens of all texts. A prompt with several texts counts once, as in OpenAI's API."""
+    each = [form.text.usage for form in forms]
+    prompt = sum(usage["prompt_tokens"] for usage in each[:: asked.n or 1])
+    completion = sum(usage["completion_tokens"] for usage in each)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in each[:: asked.n or 1])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 @dataclass(slots=True)
@@ -358,22 +473,21 @@ class _Named:
     with_ids: bool
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def answer(self, object_name: str, choice: Mapping[str, Any]) -> dict[str, Any]:
+    def answer(self, object_name: str, *choices: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "id": self.id,
             "object": object_name,
             "created": self.created,
             "model": self.model,
-            "choices": [{"index": 0, **choice}],
+            "choices": list(choices),
         }
 
     def is_empty(self, piece: TextPiece) -> bool:
         return not (piece.text or piece.log_probabilities is not None or self.with_ids)
 
-    def end(self, last: dict[str, Any], usage: dict[str, Any] | None) -> Iterator[bytes]:
-        yield msgspec.json.encode(last)
+    def end(self, object_name: str, usage: dict[str, Any] | None) -> Iterator[bytes]:
         if usage is not None:
-            yield msgspec.json.encode({**last, "choices": [], "usage": usage})
+            yield msgspec.json.encode({**self.answer(object_name), "usage": usage})
         yield b"[DONE]"
 
     def ids(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
@@ -408,6 +522,7 @@ class _Completion:
 
     text: Text
     named: _Named
+    index: int = 0
     path: str = "/v1/"
 
     def start(self) -> None:
@@ -416,9 +531,13 @@ class _Completion:
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
         return None if self.named.is_empty(piece) else self._of([piece], None)
 
+    def last(self) -> dict[str, Any]:
+        reason = self.text.finish_reason
+        choice = {"index": self.index, "text": "", "logprobs": None, "finish_reason": reason}
+        return self.named.answer("text_completion", choice)
+
     def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
-        last = {"text": "", "logprobs": None, "finish_reason": self.text.finish_reason}
-        return self.named.end(self.named.answer("text_completion", last), usage)
+        return self.named.end("text_completion", usage)
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         return {**self._of(pieces, self.text.finish_reason), "usage": self.text.usage}
@@ -426,8 +545,8 @@ class _Completion:
     def _of(self, pieces: Sequence[TextPiece], reason: str | None) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         likely = None if self.text.likely is None else self._likely(pieces)
-        choice = {"text": text, "logprobs": likely, "finish_reason": reason, **self.named.ids(pieces)}
-        return self.named.answer("text_completion", choice)
+        choice = {"index": self.index, "text": text, "logprobs": likely, "finish_reason": reason}
+        return self.named.answer("text_completion", choice | self.named.ids(pieces))
 
     def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         found = [(piece.token, *piece.log_probabilities) for piece in pieces if piece.log_probabilities is not None]
@@ -444,6 +563,7 @@ class _Chat:
 
     text: Text
     named: _Named
+    index: int = 0
     path: str = "/v1/"
 
     def start(self) -> dict[str, Any]:
@@ -458,20 +578,22 @@ class _Chat:
             answer["choices"][0]["logprobs"] = self._likely([piece])
         return answer
 
+    def last(self) -> dict[str, Any]:
+        return self._chunk({}, self.text.finish_reason)
+
     def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
-        return self.named.end(self._chunk({}, self.text.finish_reason), usage)
+        return self.named.end("chat.completion.chunk", usage)
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
         likely = None if self.text.likely is None else self._likely(pieces)
-        own = {"message": message, "logprobs": likely, "finish_reason": self.text.finish_reason}
-        choice = {**own, **self.named.ids(pieces)}
+        own = {"index": self.index, "message": message, "logprobs": likely}
+        choice = own | {"finish_reason": self.text.finish_reason} | self.named.ids(pieces)
         return {**self.named.answer("chat.completion", choice), "usage": self.text.usage}
 
     def _chunk(self, delta: Mapping[str, str], reason: str | None) -> dict[str, Any]:
-        return self.named.answer(
-            "chat.completion.chunk", {"delta": delta, "logprobs": None, "finish_reason": reason}
-        )
+        choice = {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self.named.answer("chat.completion.chunk", choice)
 
     def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         def entry(token: int, value: float) -> dict[str, Any]:
@@ -501,6 +623,9 @@ class _Generated:
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
         is_last = self.text.finish_reason is not None
         return self.whole([piece]) if piece.text or is_last else None
+
+    def last(self) -> None:
+        return None
 
     def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         return iter(())
@@ -537,30 +662,28 @@ def parsed_generate(body: memoryview) -> tuple[GenerateBody, Sampler] | None:
     return _parsed(memoryview(msgspec.json.encode({**parameters, **sent})), GenerateBody)
 
 
-def _parsed_prompt(given: msgspec.Raw, info: ModelInfo) -> str | list[int]:
-    """Return a prompt's text, or its token ids. Raises InvalidRequest. Counts before it builds any objects."""
+def _parsed_prompts(given: msgspec.Raw, info: ModelInfo) -> list[str | list[int]]:
+    """Return the prompts' texts, or their token ids. Raises InvalidRequest. Counts before it builds any objects."""
     raw = bytes(given)
     quotes = raw.count(b'"') - raw.count(b'\\"')
-    if not quotes and (raw.count(b"[") > 2 or raw.count(b",") >= info.context):
+    lists = raw.count(b"[")
+    if raw[:1] == b"[" and (quotes > 2 * _MOST_TEXTS or (not quotes and lists > 1 + _MOST_TEXTS)):
+        raise InvalidRequest(f"prompt has over {_MOST_TEXTS} texts; send several requests")
+    if not quotes and raw.count(b",") >= max(lists - 1, 1) * info.context:
         raise InvalidRequest(
-            f"prompt has several lists, or more token ids than the {info.context} that model '{info.name}' takes; send"
-            " one request for each, which the server computes together"
+            f"prompt has more token ids than the {info.context} that model '{info.name}' takes for each text"
         )
-    several = InvalidRequest(
-        "prompt has several texts; send one request for each, which the server computes together"
-    )
-    if raw[:1] == b"[" and quotes > 2:
-        raise several
     try:
-        sent: Any = msgspec.json.decode(raw, type=str | list[str | int | list[int]])
+        sent: str | list[int] | list[str | list[int]] = msgspec.json.decode(
+            raw, type=str | list[str | int | list[int]]
+        )
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"prompt is neither a text nor a list of token ids: {error}") from error
-    if isinstance(sent, list) and len(sent) == 1 and not isinstance(sent[0], int):
-        sent = sent[0]
-    if isinstance(sent, list) and not all(isinstance(token, int) for token in sent):
-        raise several
-    prompt: str | list[int] = sent
-    return prompt
+    if isinstance(sent, str) or all(isinstance(token, int) for token in sent):
+        return [sent]  # type: ignore[list-item]
+    if any(isinstance(prompt, int) for prompt in sent):
+        raise InvalidRequest("prompt has token ids beside texts or lists; send texts, or lists of token ids")
+    return list(sent)  # type: ignore[arg-type]
 
 
 def _plain(message: Message) -> Message:

@@ -430,6 +430,8 @@ def test_seeds_repeat_a_text_and_log_probabilities_are_the_model_s(server: Runni
     prompt, more = [9, 8, 7, 6], {"temperature": 1.0, "max_tokens": 6, "logprobs": 3}
     first, again, other = (complete(server.address, "llama", prompt, seed=s, **more) for s in (3, 3, 4))
     assert tokens_of(first) == tokens_of(again) != tokens_of(other)
+    both = complete(server.address, "llama", prompt, seed=3, n=2, **more)  # the second one has the next seed
+    assert [choice["token_ids"] for choice in both["choices"]] == [tokens_of(first), tokens_of(other)]
     with torch.no_grad():
         logits = model_of("llama")(torch.tensor([prompt])).logits[0, -1]
     values: NDArray[Any] = torch.log_softmax(logits.double(), -1).numpy()
@@ -454,9 +456,9 @@ def test_seeds_repeat_a_text_and_log_probabilities_are_the_model_s(server: Runni
         ({"prompt": [VOCABULARY]}, f"a token id that is not from 0 to {VOCABULARY - 1}"),
         ({"prompt": [-1]}, "a token id that is not from 0 to"),
         ({"prompt": []}, "the prompt has no tokens"),
-        ({"prompt": ["a", "b"]}, "prompt has several texts"),
+        ({"prompt": ["a", 5]}, "prompt has token ids beside texts"),
         ({"prompt": {"a": 1}}, "prompt is neither a text"),
-        ({"prompt": "x", "n": 2}, "n is 2; one text is generated per request"),
+        ({"prompt": "x", "n": 0}, "failed to parse the request JSON"),
         ({"prompt": "x", "stop": ["a"] * 5}, "stop: there can be 4 strings"),
         ({"prompt": "x", "stop": "a" * 257}, "stop: there can be 4 strings of 1 to 256"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias: keys are token ids"),

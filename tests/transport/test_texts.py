@@ -137,6 +137,60 @@ def test_what_fails_after_the_first_token_is_an_event(ports: Ports, steps: Steps
     assert "the kernel caught fire" in events[-1]["error"]["message"]
 
 
+SEVERAL: list[list[int]] = [[7], [20, 21], [30] * 9]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_prompts_of_one_request_have_the_texts_that_each_has_alone(ports: Ports, n: int) -> None:
+    answer = completion(ports, prompt=SEVERAL, n=n).json
+    assert [choice["index"] for choice in answer["choices"]] == list(range(3 * n))
+    for choice in answer["choices"]:
+        alone = completion(ports, prompt=SEVERAL[choice["index"] // n]).json["choices"][0]
+        assert choice == alone | {"index": choice["index"]}
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (12, 12 * n, 12 + 12 * n)
+
+
+def test_a_stream_of_several_texts_tells_them_apart_and_ends_each(ports: Ports) -> None:
+    answer = completion(ports, prompt=SEVERAL, n=2, stream=True, stream_options={"include_usage": True})
+    *lines, done = [line[6:] for line in answer.body.split(b"\n\n") if line]
+    assert done == b"[DONE]"
+    *events, counted = map(json.loads, lines)
+    assert (counted["choices"], counted["usage"]["completion_tokens"]) == ([], 24)
+    choices = [event["choices"][0] for event in events]
+    for index in range(6):
+        own = [choice for choice in choices if choice["index"] == index]
+        last = SEVERAL[index // 2][-1]
+        assert [token for choice in own for token in choice.get("token_ids", [])] == [last + n for n in range(1, 5)]
+        assert [choice["finish_reason"] for choice in own] == [None] * 4 + ["length"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_one_text_ends_all_of_its_request(ports: Ports, steps: Steps, stream: bool) -> None:
+    steps.errors[7] = ExecutionFailed("lm", "the kernel caught fire")
+    answer = completion(ports, prompt=[[7], [20], [30]], max_tokens=25, stream=stream)
+    assert "the kernel caught fire" in answer.body.decode()
+    assert answer.status == (200 if stream else 500)
+    sent = len(steps.sent)
+    assert completion(ports).status == 200
+    assert len(steps.sent) == sent + len(WHOLE) + len(AFTER), "no step of the other texts came after"
+
+
+def test_the_prompts_of_a_request_are_bounded(ports: Ports, steps: Steps) -> None:
+    for more, said in (
+        ({"prompt": [[7]] * 33}, "over 32 texts"),
+        ({"prompt": ["a"] * 33}, "over 32 texts"),
+        ({"prompt": [[7]] * 17, "n": 2}, "17 prompts and n=2 make 34 texts; a request has at most 32"),
+        ({"prompt": [7] * (2 * CONTEXT)}, f"more token ids than the {CONTEXT}"),
+        ({"prompt": [[7], 8]}, "token ids beside texts or lists"),
+        ({"n": 33}, "n"),
+        ({"n": 0}, "n"),
+    ):
+        answer = completion(ports, **more)
+        assert (answer.status, said in answer.json["error"]["message"]) == (400, True), answer.json
+    assert steps.sent == []
+
+
 async def test_a_stream_that_nobody_reads_ends_with_its_connection_when_patience_ends() -> None:
     """It does not wait for what the client has not read to be sent."""
     ended = asyncio.Event()
