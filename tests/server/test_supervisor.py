@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from cohabit.server.errors import EngineUnavailable, ModelNotFound, Refused, RequestTimedOut
@@ -308,6 +309,19 @@ async def test_a_model_fails_after_two_hangs_however_often_each_is_seen() -> Non
     assert client.catalog.find("double").state is ModelState.UNAVAILABLE
     assert memory.used_bytes == 0
     memory.close()
+
+
+@pytest.mark.parametrize("given", [None, "4"])
+async def test_an_engine_has_one_heap_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """Freed activations stay in the heap of the thread that made them."""
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", given)
+    async with frontends.process(tmp_path) as made:
+        assert made.supervisor is not None
+        assert psutil.Process(made.supervisor.pid).environ()["MALLOC_ARENA_MAX"] == (given or "1")
 
 
 async def test_nothing_is_left_of_an_engine_that_was_stopped(tmp_path: Path) -> None:
