@@ -32,6 +32,7 @@ COMMANDS = {
     "streaming-sizes": "streaming --models resnet152 bert_base bert_short minilm bert_small --stores ram"
     " --shares 0.1 0.15 0.25 0.4 0.6 0.75 --rounds 21 --record-as streaming-sizes --record",
     "many": "many --record",
+    "photo-library": "adoption photo-library --record",
     "workflows": "adoption workflows --record",
     "small-models": "small_models --rounds 800 --record",
     "ensembles": "ensembles --record",
