@@ -1,5 +1,5 @@
 #!/bin/sh
-# Serve an agent's embedder, reranker and chat model within 600 MiB for the whole process tree.
+# Serve an agent's embedder, reranker and chat model from one process tree.
 #
 #     sh examples/agent/run.sh [further settings of `cohabit serve`]
 #
@@ -16,6 +16,6 @@ for name in embedder reranker chat; do
         --max-sequence-length 256
 done
 
-# Keys and values of texts, and requests, take up to --queue-memory each. The size is a budget for planning, which heaps
-# exceed a little: 560 MiB stay below 600.
+# Keys and values of texts, and requests, take up to --queue-memory each. The size is a budget for planning; the
+# processes took 664 MiB with it.
 exec cohabit serve "$models" --process-memory 560MiB --store file --queue-memory 24MiB --batch-sizes 1 "$@"
