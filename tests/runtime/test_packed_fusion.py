@@ -339,7 +339,7 @@ def test_a_key_that_something_else_reads_keeps_its_order(tmp_path: Path) -> None
 
 
 class GrowingDecoder(nn.Module):
-    """One layer of attention to past and new keys, each of which serves several queries' heads."""
+    """One layer of attention to past and new keys, whose heads serve several queries' heads each."""
 
     def __init__(self, heads: int, count: int, *, other_reader: bool = False) -> None:
         super().__init__()
