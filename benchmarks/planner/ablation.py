@@ -229,8 +229,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 SEARCHES = """**Simulated.** {memories}, on `v100_pcie3`; population {population}; {evaluations} evaluations per search,
-and the rest of the last generation. All begin with random members: at each step of an order, a random ready op; random
-CLS and CNT. What a search leaves out is one random pool, or one random order, or torch's order, in all members.
+and the rest of the last generation. All begin with random members. What a search leaves out is one random pool, one
+random order, or torch's order, in all members.
 *Softmax selection* is the paper's (equation 1), the others are elitist. *First* is the best of the first generation;
 mean and worst are of the last living population, members that do not fit left out; *last gain* is the number of
 evaluations after which the best was found; *none* fits.
