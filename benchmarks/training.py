@@ -305,9 +305,9 @@ Eager without a limit is measured before each group of contestants, with the sam
 
 Budgets store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache.
 """
-PARTS = """Means of a step. *Swapping* is the time in which the loop's ops could not run. *Overlap* is the copy thread's
-time, less what ops waited for it. *Computation* is the rest; eager's step stands beside it. Theirs, on an RTX 2080Ti, for
-VGG16: HOME has 57 % overlap and nearly no swapping, vDNN 75 % swapping.
+PARTS = """Means of a step. *Swapping* is the time in which the loop's ops could not run. *Overlap* is the copy
+thread's time, less what ops waited for it. *Computation* is the rest; eager's step stands beside it. Theirs, on an
+RTX 2080Ti, for VGG16: HOME has 57 % overlap and nearly no swapping, vDNN 75 % swapping.
 """
 TENSILE = """MSR is the share of eager's measured peak that is saved, EOR the step's time over eager's, CBR their ratio.
 Theirs for TENSILE on an RTX A6000: MSR 0.267 to 0.515, EOR 1.17 to 1.65, CBR 0.16 to 0.44 (Table I, five convolutional
