@@ -22,14 +22,14 @@ from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from cohabit.runtime.memory import HostStore
-from cohabit.runtime.stores.host import RamStore
+from cohabit.runtime.memory import Copy, HostStore
+from cohabit.runtime.stores.pages import Bytes
 from tests.support.planner.reference import live_bytes
 from tests.support.runtime import models
 from tests.support.runtime.backends import BACKENDS, Bench, cpu, opened
-from tests.support.runtime.late import LateStore
 from tests.support.runtime.observing import addresses, observed
 from tests.support.runtime.plans import streaming_plan
+from tests.support.runtime.stores import FailingStore, LateStore, WatchedStore
 
 
 @pytest.fixture(params=BACKENDS)
@@ -147,40 +147,18 @@ def test_the_measured_timeline_has_every_step_in_lane_order(bench: Bench) -> Non
     )
 
 
-class FailingStore(RamStore):
-    """A store whose copies of one segment fail while `failing` is set."""
-
-    failing = False
-    segment = 4
-
-    def copy(self, segment, destination):  # type: ignore[no-untyped-def]
-        copy = super().copy(segment, destination)
-
-        def attempt() -> None:
-            if self.failing and segment == self.segment:
-                raise OSError("medium error")
-            copy()
-
-        return attempt
-
-
-class FailingOnceStore(RamStore):
+class FailingOnceStore(WatchedStore):
     """A store whose copies of segment 0 fail, slowly, until `failures_left` is used up."""
 
     failures_left = 0
 
-    def copy(self, segment, destination):  # type: ignore[no-untyped-def]
-        copy = super().copy(segment, destination)
-
-        def attempt() -> None:
-            if segment == 0 and self.failures_left:
-                time.sleep(0.02)
-                destination[:] = 0
-                self.failures_left -= 1
-                raise OSError("medium error")
-            copy()
-
-        return attempt
+    def around(self, segment: int, destination: Bytes, copy: Copy) -> None:
+        if segment == 0 and self.failures_left:
+            time.sleep(0.02)
+            destination[:] = 0
+            self.failures_left -= 1
+            raise OSError("medium error")
+        copy()
 
 
 def test_a_failed_copy_is_an_error_answer_and_the_next_run_is_right(bench: Bench) -> None:
