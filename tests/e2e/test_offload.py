@@ -108,7 +108,7 @@ def on_one_thread(program: Program) -> Program:
     copies = {s.step: s for s in (*program.swap_ins, *program.swap_outs)}
     computes = {c.step: c for c in program.computes}
     waiting: list[Call] = []
-    steps: list[ComputeStep[Call]] = []
+    steps: list[ComputeStep] = []
     for step in sorted({**copies, **computes}):
         if step in copies:
             waiting.append(lambda frame, copy=copies[step].copy: copy())
