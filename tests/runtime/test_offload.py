@@ -2,7 +2,7 @@
 
 import queue
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from cohabit.runtime.recording import Recording
 from cohabit.runtime.stores.host import LimitedStore, Links, RamStore, open_store
 from tests.support.planner.reference import live_bytes
 from tests.support.runtime.backends import Bench, cpu, opened
-from tests.support.runtime.observing import addresses, note_held, serialised
+from tests.support.runtime.observing import addresses, note_held, on_one_thread
 from tests.support.runtime.plans import offloading_plan
 
 SPILLING = [
@@ -75,38 +75,28 @@ def test_activations_that_travel_give_the_same_bits(
         store = bench.backend.open_store(kind, bench.lowered.weights_path, bench.lowered.manifest)
         program = bench.program(plan, store)
         assert program.swap_outs
-        for ran in (program, serialised(program), program, serialised(program)):
+        for ran in (program, on_one_thread(program), program, on_one_thread(program)):
             assert is_equal(bench.run(ran).outputs, expected)
         store.close()
 
 
-def holding(bench: Bench, program: Program) -> dict[int, int]:
+def holding(bench: Bench, program: Program, lanes: Callable[[Program], Program] = lambda program: program) -> dict[int, int]:
     """Bytes of the storages outside of the arena before each compute step, by the plan's step."""
     held: dict[int, int] = {}
-    bench.run(note_held(held, program, addresses(bench.arena)))
+    bench.run(lanes(note_held(held, program, addresses(bench.arena))))
     return held
 
 
 def test_memory_holds_what_the_plan_counts_before_every_op(lowered: dict[str, Lowered]) -> None:
-    """Without overlap, and without copies ahead of their turn, the plan's count is exact."""
+    """Without overlap, the plan's count is exact."""
     for name in ("large_layers", "own_sums", "attention"):
         with opened(cpu, lowered[name]) as bench:
             plan = offloading_plan(bench.graph)
             counted = live_bytes(bench.graph, plan, ("input", "activation"), aligned=False)
-            held = holding(bench, serialised(in_turn(bench.program(plan))))
+            held = holding(bench, bench.program(plan), on_one_thread)
             computes = [i for i, step in enumerate(plan.steps) if isinstance(step, Compute)]
             assert list(held) == computes
             assert [held[i] for i in computes[1:]] == [counted[i - 1] for i in computes[1:]]
-
-
-def in_turn(program: Program) -> Program:
-    """No swap-in begins before the ops that stand before it in the plan have ended."""
-    return replace(
-        program,
-        swap_ins=tuple(
-            replace(s, computes_before=sum(c.step < s.step for c in program.computes)) for s in program.swap_ins
-        ),
-    )
 
 
 def test_memory_never_holds_more_than_the_plan_has_for_activations(lowered: dict[str, Lowered]) -> None:
