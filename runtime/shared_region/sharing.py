@@ -173,7 +173,9 @@ class SharedRegion(SharedLayout):
         foreseen, self._foreseen = self._foreseen, None
         ahead = self._ahead.pop(program.name, None)
         if not self.region.holds(program.name):
-            ahead = None  # evicted since: its bytes are another model's, and the device may not have made the copies
+            ahead = (
+                None  # evicted since: its bytes are another model's, and the device may not have made the copies
+            )
         try:
             waited_s = 0.0 if ahead is None else ahead.wait()
             fetch_plan = self.region.plan_run(uses, prefetch=prefetch)

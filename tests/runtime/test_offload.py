@@ -80,7 +80,9 @@ def test_activations_that_travel_give_the_same_bits(
         store.close()
 
 
-def holding(bench: Bench, program: Program, lanes: Callable[[Program], Program] = lambda program: program) -> dict[int, int]:
+def holding(
+    bench: Bench, program: Program, lanes: Callable[[Program], Program] = lambda program: program
+) -> dict[int, int]:
     """Bytes of the storages outside of the arena before each compute step, by the plan's step."""
     held: dict[int, int] = {}
     bench.run(lanes(note_held(held, program, addresses(bench.arena))))
