@@ -77,17 +77,6 @@ def test_lanes_side_by_side_give_the_bits_of_a_resident_run(bench: Bench) -> Non
         assert all(torch.equal(output, expected) for output in outputs)
 
 
-def test_copies_of_a_lane_go_to_its_own_workspace_and_its_models_partition(bench: Bench) -> None:
-    for lane in range(2):
-        program = placed(bench, streaming_plan(bench.graph, frozenset({0, 3})), lane)
-        for step in (*program.swap_ins, *program.residents):
-            start, end = step.offset, step.offset + step.nbytes
-            in_workspace = lane * WORKSPACE_BYTES <= start and end <= (lane + 1) * WORKSPACE_BYTES
-            assert in_workspace or PARTITIONS[lane] <= start
-    assert bench.backend.executors(1)[0] is bench.executor
-    assert len({id(executor) for executor in bench.backend.executors(2)}) == 2
-
-
 def test_a_failed_copy_of_one_lane_leaves_the_other_alone(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
     store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)

@@ -12,7 +12,6 @@ from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling.dry_run import large_bytes
-from cohabit.runtime.cuda.stores import PinnedStore, StagedStore
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
@@ -124,17 +123,6 @@ def test_weights_that_cannot_be_read_are_not_pinned(tied: Lowered, tmp_path: Pat
     assert driver.pinned_bytes == backend.pinned_memory.used_bytes == 0
 
 
-def test_a_model_beyond_the_cap_passes_through_the_ring(tied: Lowered) -> None:
-    manifest = tied.manifest
-    backend = CudaBackend(FakeDriver(), pinned_limit_bytes=manifest.file_bytes + MIB)
-    first = backend.open_store("ram", tied.weights_path, manifest)
-    assert isinstance(first, PinnedStore)
-    first.close()
-    narrow = CudaBackend(FakeDriver(), pinned_limit_bytes=manifest.file_bytes - 1)
-    assert isinstance(narrow.open_store("ram", tied.weights_path, manifest), StagedStore)
-    assert isinstance(backend.open_store("file", tied.weights_path, manifest), StagedStore)
-
-
 @pytest.mark.parametrize("kind", ["ram", "file"])
 @pytest.mark.parametrize("limit_bytes", [None, 12 * MIB])
 def test_copies_bring_the_file_s_bytes_whatever_the_store(
@@ -178,15 +166,6 @@ def test_pinned_memory_lies_enterthe_device_and_in_huge_pages_before_it_is_pinne
     enter, leave = ("near", 0), ("anywhere", 0)
     assert events == [enter, ("huge", 4 * MIB), ("pin", 4 * MIB), leave, enter, ("pin", MIB), leave]
     pinned.close()
-
-
-def test_the_arena_refuses_bytes_outside() -> None:
-    arena = CudaArena(FakeDriver(), 4096)
-    with pytest.raises(MemoryExceeded, match="outside of the arena"):
-        arena.bytes(4000, 100)
-    with pytest.raises(MemoryExceeded, match="outside of the arena"):
-        arena.tensor(0, torch.float32, (2000,), (1,))
-    assert arena.tensor(128, torch.float32, (4, 8), (1, 4)).stride() == (1, 4)
 
 
 def test_a_plan_whose_zone_is_too_small_is_refused_with_the_numbers(tied: Lowered) -> None:

@@ -17,17 +17,13 @@ from cohabit.planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases, Program
-from cohabit.runtime.cpu.arena import CpuArena
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import Copy, HostStore
 from cohabit.runtime.stores.pages import Bytes
-from tests.support.planner.reference import live_bytes
 from tests.support.runtime import models
-from tests.support.runtime.backends import BACKENDS, Bench, cpu, opened
-from tests.support.runtime.observing import addresses, observed
+from tests.support.runtime.backends import BACKENDS, Bench, opened
 from tests.support.runtime.plans import streaming_plan
 from tests.support.runtime.stores import FailingStore, LateStore, WatchedStore
 
@@ -91,35 +87,6 @@ def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: 
     assert all(s.step < early.epilogue_start for s in program.swap_ins)
     for _ in range(5):
         assert torch.equal(bench.run(program).outputs[0], expected[0])
-
-
-def test_every_parameter_address_lies_in_the_model_s_regions_and_live_bytes_under_the_budget(wide: Lowered) -> None:
-    with opened(cpu, wide) as bench:
-        assert addresses_in_use(bench) == 12, "a weight and a bias for each of six layers"
-
-
-def addresses_in_use(bench: Bench) -> int:
-    """Count parameters that calls read in the arena; each must lie in the model's regions."""
-    assert isinstance(bench.arena, CpuArena)
-    assert isinstance(bench.executor, CpuExecutor)
-    plan = streaming_plan(bench.graph, frozenset({1, 2}))
-    program = bench.program(plan)
-    arena = addresses(bench.arena)
-    high = arena.start + program.plan.memory.nbytes
-    seen = 0
-
-    def watch(step: int, frame: list[object]) -> None:
-        nonlocal seen
-        for call in next(c for c in program.computes if c.step == step).calls:
-            for cell in call.__closure__ or ():
-                value = cell.cell_contents
-                if isinstance(value, torch.Tensor) and value.data_ptr() in arena:
-                    assert value.data_ptr() + value.nbytes <= high
-                    seen += 1
-
-    bench.executor.run(observed(program, watch), bench.lowered.examples(Bucket(2)))
-    assert max(live_bytes(bench.graph, plan)) <= plan.memory.nbytes
-    return seen
 
 
 def test_a_program_that_would_leave_the_arena_is_refused(bench: Bench) -> None:

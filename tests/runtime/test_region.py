@@ -24,16 +24,6 @@ def fetched(plan: FetchPlan) -> list[int]:
     return [fetch.segment for fetch in plan.fetches]
 
 
-def test_one_model_at_a_time_comes_whole_to_the_same_bytes_and_stays_until_another_runs() -> None:
-    region = ParameterRegion(PAGE, 6 * PAGE, "one", whole=True)
-    first = region.plan_run(model("a", 1, 2))
-    assert first == FetchPlan((), (Fetch(0, PAGE, 0, 0), Fetch(1, 2 * PAGE, 1, 0)))
-    assert region.plan_run(model("a", 1, 2)) == FetchPlan(((0, PAGE), (1, 2 * PAGE)), ())
-    region.plan_run(model("b", 1))
-    assert names(region) == {"b"}
-    assert region.plan_run(model("a", 1, 2)) == first
-
-
 def test_whole_models_leave_in_the_order_of_their_last_use_and_no_more_than_must() -> None:
     region = ParameterRegion(0, 8 * PAGE, "models", whole=True)
     for name in "abcd":

@@ -142,18 +142,6 @@ def test_the_next_whole_model_is_copied_while_another_one_computes(lowered: list
     shared.close()
 
 
-def test_a_model_that_would_displace_the_running_one_is_not_copied_ahead(lowered: list[Lowered]) -> None:
-    shared = Shared(cpu(), "lru", lowered, region_for(lowered, 1.5)).add_all()
-    whole = lowered[0].manifest.segment_bytes
-    assert [shared.run(0, following=1), shared.run(0), shared.run(1, following=0), shared.run(1)] == [
-        whole,
-        0,
-        whole,
-        0,
-    ]
-    shared.close()
-
-
 @pytest.mark.parametrize("layout", ["pipelined", "on_demand"])
 def test_a_model_larger_than_the_region_runs_through_it(
     backend: Backend, layout: str, lowered: list[Lowered]
