@@ -362,10 +362,9 @@ class CompletionsApi:
             answers = [form.whole(own) for form, own in zip(forms, found, strict=True)]
             if len(answers) > 1:
                 choices = [choice for answer in answers for choice in answer["choices"]]
-                answers[0] |= {"choices": choices, "usage": _usage(asked, forms)}
+                answers[0] |= {"choices": choices, "usage": _usage(forms, asked.n)}
             return json_response(answers[0])
-        includes_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        events = _events(pieces, forms, asked if includes_usage else None)
+        events = _events(pieces, forms, asked)
         return EventStream(events, await anext(events), _WRITE_S)
 
 
@@ -403,33 +402,24 @@ async def _together(
 
 
 async def _events(
-    pieces: AsyncGenerator[tuple[int, TextPiece], None], forms: Sequence[_Form], counted: _Asked | None
+    pieces: AsyncGenerator[tuple[int, TextPiece], None], forms: Sequence[_Form], asked: _Asked
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream, with usage at its end if `counted`. Each text begins and ends with an event.
+    """Yield the events of a stream, with usage at its end if asked for. Each text begins and ends with an event.
 
     Raises errors before the first piece; later errors become events.
     """
-    ended = [False] * len(forms)
-
-    def last_of(number: int) -> Iterator[bytes]:
-        ended[number] = True
-        if (last := forms[number].last()) is not None:
-            yield msgspec.json.encode(last)
-
     async with aclosing(pieces):
-        first = await anext(pieces, None)
+        piece: tuple[int, TextPiece] | None = await anext(pieces)
         for form in forms:
             if (start := form.start()) is not None:
                 yield msgspec.json.encode(start)
         try:
-            piece = first
             while piece is not None:
                 form = forms[piece[0]]
                 if (event := form.chunk(piece[1])) is not None:
                     yield msgspec.json.encode(event)
-                if form.text.finish_reason is not None:
-                    for event_bytes in last_of(piece[0]):
-                        yield event_bytes
+                if form.text.finish_reason is not None and (last := form.last()) is not None:
+                    yield msgspec.json.encode(last)
                 piece = await anext(pieces, None)
         except RequestError as error:
             yield msgspec.json.encode({"error": error_of(error, forms[0].path)})
@@ -438,25 +428,21 @@ async def _events(
             internal = Refused("EngineFailed", log_internal_error(_log, path=forms[0].path))
             yield msgspec.json.encode({"error": error_of(internal, forms[0].path)})
             return
-    for number, has_ended in enumerate(ended):
-        if not has_ended:
-            for event_bytes in last_of(number):
-                yield event_bytes
-    for end in forms[0].end(None if counted is None else _usage(counted, forms)):
+    with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    for end in forms[0].end(_usage(forms, asked.n) if with_usage else None):
         yield end
 
 
-def _usage(asked: _Asked, forms: Sequence[_Form]) -> dict[str, Any]:
-    """Return the tokens of all texts. A prompt with several texts counts once, as in OpenAI's API."""
-    each = [form.text.usage for form in forms]
-    prompt = sum(usage["prompt_tokens"] for usage in each[:: asked.n or 1])
-    completion = sum(usage["completion_tokens"] for usage in each)
-    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in each[:: asked.n or 1])
+def _usage(forms: Sequence[_Form], each: int | None = None) -> dict[str, Any]:
+    """Return the tokens of all texts. A prompt with several texts, `each`, counts once, as in OpenAI's API."""
+    texts = [form.text for form in forms]
+    prompts = texts[:: each or 1]
+    prompt, completion = sum(len(text.prompt) for text in prompts), sum(text.generated for text in texts)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": sum(text.reused for text in prompts)},
     }
 
 
@@ -515,7 +501,7 @@ class _Completion(_OpenAiForm):
     chunk_object = "text_completion"
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        return {**self._chunk(self._shown(pieces), self.text.finish_reason), "usage": self.text.usage}
+        return {**self._chunk(self._shown(pieces), self.text.finish_reason), "usage": _usage([self])}
 
     def _chunk(self, shown: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": self._index, "text": "", "logprobs": None, "finish_reason": reason}
@@ -554,7 +540,7 @@ class _Chat(_OpenAiForm):
         shown = self._shown(pieces)
         message = {"role": "assistant", **shown.pop("delta")}
         own = {"index": self._index, "message": message, "logprobs": None, "finish_reason": self.text.finish_reason}
-        return {**self._answer("chat.completion", own | shown), "usage": self.text.usage}
+        return {**self._answer("chat.completion", own | shown), "usage": _usage([self])}
 
     def _chunk(self, shown: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": self._index, "delta": {}, "logprobs": None, "finish_reason": reason}
