@@ -471,7 +471,7 @@ class _OpenAiForm(_Form):
             yield msgspec.json.encode({**self._answer(self.chunk_object), "usage": usage})
         yield b"[DONE]"
 
-    def _chunk(self, shown: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+    def _chunk(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
         """Return an event with a choice that shows a part of the text."""
         raise NotImplementedError
 
@@ -503,7 +503,7 @@ class _Completion(_OpenAiForm):
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         return {**self._chunk(self._shown(pieces), self.text.finish_reason), "usage": _usage([self])}
 
-    def _chunk(self, shown: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+    def _chunk(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": self._index, "text": "", "logprobs": None, "finish_reason": reason}
         return self._answer(self.chunk_object, choice | shown)
 
@@ -542,7 +542,7 @@ class _Chat(_OpenAiForm):
         own = {"index": self._index, "message": message, "logprobs": None, "finish_reason": self.text.finish_reason}
         return {**self._answer("chat.completion", own | shown), "usage": _usage([self])}
 
-    def _chunk(self, shown: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
+    def _chunk(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": self._index, "delta": {}, "logprobs": None, "finish_reason": reason}
         return self._answer(self.chunk_object, choice | shown)
 
