@@ -173,13 +173,13 @@ def measured(name: str, share: str, mb_per_s: float, rounds: int) -> dict[str, A
         nonlocal is_same
         losses = [0.0, 0.0]
         for number in range(2):
-            waited, moved = limits._waits.seconds, limits.moved_bytes
+            waited, moved = limits._residency.waits.seconds, limits.moved_bytes
             mine = loop.step()
             losses[number] = loop.loss
         for number in range(2):
             theirs = others.submit(eager.step).result()
             is_same &= eager.loss == losses[number]
-        return mine, theirs, limits._waits.seconds - waited, limits.moved_bytes - moved
+        return mine, theirs, limits._residency.waits.seconds - waited, limits.moved_bytes - moved
 
     with limits:
         planner = limits._planner

@@ -83,7 +83,10 @@ class CopyThread:
 
     def begin(self, copy: StorageCopy) -> None:
         copy.end = threading.Event()
-        self._waiting.put(copy)
+        if self._thread is not None and self._thread.is_alive():
+            self._waiting.put(copy)
+        else:  # in a forked process
+            self._finish(copy)
 
     def make(self, copy: StorageCopy) -> None:
         self._make_here(copy)
@@ -97,12 +100,15 @@ class CopyThread:
 
     def _make_all(self) -> None:
         while (copy := self._waiting.get()) is not None:
-            try:
-                self._make_here(copy)
-            except BaseException as error:
-                copy.error = error
-            cast(threading.Event, copy.end).set()
+            self._finish(copy)
             del copy
+
+    def _finish(self, copy: StorageCopy) -> None:
+        try:
+            self._make_here(copy)
+        except BaseException as error:
+            copy.error = error
+        cast(threading.Event, copy.end).set()
 
     def _make_here(self, copy: StorageCopy) -> None:
         began_s = time.perf_counter()
