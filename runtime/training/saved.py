@@ -21,7 +21,7 @@ import torch
 from cohabit.runtime.training.interrupts import Interrupts
 from cohabit.runtime.training.record import Advice, Record
 from cohabit.runtime.training.residency import Residency
-from cohabit.runtime.training.tracked import LEAST_BYTES, Tracked, storage_nbytes, storage_uses
+from cohabit.runtime.training.tracked import LEAST_BYTES, REFERENCES, Tracked, storage_nbytes, storage_uses
 
 _AHEAD: Final = 6
 """Entries that are on their way back at a time."""
@@ -55,10 +55,12 @@ class _SavedRef(weakref.ref[_Saved]):
 class _Entry:
     """The manager's record of a saved storage. The residency counts it while it is out, or on its way."""
 
-    __slots__ = ("cdata", "first_pack", "is_away", "nbytes", "ref", "tracked", "tries")
+    __slots__ = ("cdata", "first_pack", "is_away", "nbytes", "packed", "ref", "tracked", "tries")
 
     def __init__(self, ref: _SavedRef, cdata: int, nbytes: int, first_pack: int) -> None:
         self.ref, self.cdata, self.nbytes, self.first_pack = ref, cdata, nbytes, first_pack
+        self.packed: list[weakref.ref[torch.Tensor]] = []
+        """Tensors that autograd holds in place of the saved ones: each is a use of the storage."""
         self.tracked: Tracked | None = None
         """None while it stays in memory."""
         self.is_away = False
@@ -222,6 +224,7 @@ class SavedTensors:
                     self._alive_bytes += nbytes
                     if self._is_moving:
                         self.in_bytes += nbytes
+                entry.packed.append(weakref.ref(kept))
                 self.packs += 1
                 if not self._follow(nbytes, entry) and self.limit_bytes is not None:
                     self._keep_within(self.limit_bytes)
@@ -314,7 +317,7 @@ class SavedTensors:
         observed.starts_s.append(self._residency.waits.clock_s())
         for held in list(self._held):
             saved = held.ref()
-            if saved is None or held.is_away or self._is_alone(saved):
+            if saved is None or held.is_away or self._is_alone(held, saved):
                 del self._held[held]
         self._held[entry] = None
         for held in self._held:
@@ -371,16 +374,17 @@ class SavedTensors:
             saved = None if entry is None else entry.ref()
             if entry is None or saved is None or entry.tracked is not None:
                 continue
-            if entry is self._needed or not self._is_alone(saved):
+            if entry is self._needed or not self._is_alone(entry, saved):
                 self._due_out.append(number)
                 continue
             self._save(entry, saved)
 
-    def _is_alone(self, saved: _Saved) -> bool:
-        """Whether autograd alone holds a storage: by a tensor for each packed tuple, which `saved` is in."""
-        packs = sys.getrefcount(saved) - 3  # the caller's variable, this one, and the call's argument
-        # The storage's Python object is a use, too. `saved` and the call's argument refer to it.
-        return storage_uses(saved.storage._cdata) == packs + 1 and sys.getrefcount(saved.storage) <= 2
+    def _is_alone(self, entry: _Entry, saved: _Saved) -> bool:
+        """Whether autograd alone holds a storage: by the tensors that were packed."""
+        entry.packed = [ref for ref in entry.packed if ref() is not None]
+        # The storage's Python object is a use, too. Beside torch, `saved` and the call's argument refer to it.
+        uses = len(entry.packed) + 1
+        return storage_uses(entry.cdata) == uses and sys.getrefcount(saved.storage) <= REFERENCES
 
     def _leave(self, goal_bytes: int, *, everything: bool = False) -> bool:
         """Begin to save entries, first saved first, until `goal_bytes` are out or leaving. Returns whether it did."""
@@ -395,7 +399,7 @@ class SavedTensors:
             if entry is self._needed:
                 back.append(entry)
                 continue
-            if not self._is_alone(saved):
+            if not self._is_alone(entry, saved):
                 entry.tries += not everything
                 if entry.tries <= _TRIES[0]:
                     back.append(entry)
