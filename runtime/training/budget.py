@@ -292,7 +292,6 @@ class Budget:
             else:
                 self._record.sampled = self._sampled(tensors)
                 self._record.begin_recording()
-                self._residency.gives_pages_back = True
                 self._saved.start(None)
             if self._has_hooks:
                 self._own()
@@ -337,7 +336,6 @@ class Budget:
         """From now on, whatever ops read may leave memory."""
         self._saved.stop()
         self._saved.owns([])  # which holds them
-        self._residency.gives_pages_back = False
         self._seen.enter(tensors, self._record, self._modes_before)
         self._residency.noted = self._note
         self._own()
@@ -504,7 +502,6 @@ class Budget:
         assert step is not None
         saved = self._saved
         self._own()
-        self._residency.gives_pages_back = True
         over = step.height + self._recorded_state_bytes - limit_bytes
         for state in self._states:
             state.room = partial(self._room_of, state)
@@ -518,6 +515,7 @@ class Budget:
         saved.free_state = lambda: any(state.free() for state in self._states)
         saved.prefetch_state = self._prefetch_state
         saved.start(limit_bytes, fits=fits)
+        release_free_memory()  # of steps without a limit
 
     def _see_ops_again(self, departed_bytes: int) -> None:
         """Hold the budget by seeing ops, until a step is recorded that saves as much as the one that departed.

@@ -15,7 +15,6 @@ from typing import Any, Final
 
 import torch
 
-from cohabit.runtime.stores.pages import give_pages_back
 from cohabit.runtime.training.copies.copying import Copier
 from cohabit.runtime.training.copies.spill import SpillStore
 from cohabit.runtime.training.tracked import (
@@ -27,7 +26,6 @@ from cohabit.runtime.training.tracked import (
     Tracked,
     has_bytes,
     resize_storage,
-    storage_address,
     storage_nbytes,
 )
 
@@ -58,8 +56,6 @@ class Residency:
         """While ops are not seen: of optimizers' state that stays in memory and is not tracked, and of the rest."""
         self.saving = self.loading = 0
         """Numbers of pending copies."""
-        self.gives_pages_back = False
-        """Whether the pages of what leaves go back to the system whatever the C library does with freed memory."""
         self._failure: BaseException | None = None
         """Error of a copy out. The storage has stayed in memory."""
         self.device = device
@@ -313,8 +309,6 @@ class Residency:
 
     def _leave(self, tracked: Tracked, storage: Any) -> None:
         tracked.is_out = True
-        if self.gives_pages_back:
-            give_pages_back(storage_address(storage), tracked.nbytes)
         resize_storage(storage, 0)
         if tracked in self._evictable:
             del self._evictable[tracked]
