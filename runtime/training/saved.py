@@ -70,8 +70,6 @@ class _Entry:
 
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _STRIDED: Final = torch.strided
-_Packed = tuple[torch.Tensor, int] | tuple[torch.Tensor, int, _Saved, _Entry]
-"""A tensor over the saved storage, its version when it was saved, and the entry if the storage may leave."""
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,6 +178,7 @@ class SavedTensors:
     # Hooks
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor over the same storage, its version, and the entry if the storage may leave."""
         if not _modes():
             return self._pack(tensor)
         with torch._C._DisableTorchDispatch():  # modes of the loop's own see what they see in eager PyTorch

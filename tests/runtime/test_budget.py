@@ -28,7 +28,6 @@ from cohabit.runtime.training.tracked import LEAST_BYTES
 from tests.support.runtime.loops import (
     LOOPS,
     ROWS,
-    STEPS,
     WIDTH,
     Loop,
     assert_same,
@@ -547,17 +546,6 @@ def test_an_error_of_the_loop_s_own_brings_everything_back() -> None:
         assert_same(state_of(*found), state_of(*expected))
 
 
-def test_threads_that_start_in_the_context_see_whole_tensors() -> None:
-    net, optimizer = made()
-    sums: list[float] = []
-    with cohabit.budget("25%", net, optimizer):
-        steps(net, optimizer)
-        thread = threading.Thread(target=lambda: sums.extend(p.sum().item() for p in net.parameters()))
-        thread.start()
-        thread.join()
-    assert sums == [p.sum().item() for p in net.parameters()]
-
-
 def test_two_loops_share_one_budget() -> None:
     pairs = [made() for _ in range(3)]
     for net, _ in pairs:
@@ -809,13 +797,3 @@ def test_the_package_imports_no_torch_without_a_budget() -> None:
     assert printed.strip() == "cohabit.runtime.training.budget"
     with pytest.raises(ImportError, match="Tutor"):
         from cohabit import Tutor  # noqa: F401
-
-
-def test_an_optimizer_may_have_hooks_after_those_of_the_budget() -> None:
-    net, optimizer = made()
-    calls: list[int] = []
-    torch.manual_seed(3)
-    with cohabit.budget("60%", net, optimizer):
-        optimizer.register_step_post_hook(lambda o, args, kwargs: calls.append(1))
-        steps(net, optimizer)
-    assert len(calls) == STEPS

@@ -61,6 +61,26 @@ class Copier(Protocol):
         ...
 
 
+class _Made:
+    """The end of a copy that a thread makes. There are two for each tensor that moves, and a lock is made quickly."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        return not self._lock.locked()
+
+    def set(self) -> None:
+        self._lock.release()
+
+    def wait(self) -> None:
+        with self._lock:
+            pass
+
+
 class CopyThread:
     """Copies within the CPU's memory, or to a file."""
 
@@ -82,7 +102,7 @@ class CopyThread:
         self._thread.start()
 
     def begin(self, copy: StorageCopy) -> None:
-        copy.end = threading.Event()
+        copy.end = _Made()
         if self._thread is not None and self._thread.is_alive():
             self._waiting.put(copy)
         else:  # in a forked process
@@ -108,7 +128,7 @@ class CopyThread:
             self._make_here(copy)
         except BaseException as error:
             copy.error = error
-        cast(threading.Event, copy.end).set()
+        cast(_Made, copy.end).set()
 
     def _make_here(self, copy: StorageCopy) -> None:
         began_s = time.perf_counter()
