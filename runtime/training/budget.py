@@ -43,7 +43,7 @@ from cohabit.runtime.training.owners import (
 from cohabit.runtime.training.planning.planned import StepPlanner
 from cohabit.runtime.training.record import Record
 from cohabit.runtime.training.residency import Residency
-from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
+from cohabit.runtime.training.saved import SavedTensors, after_backward, functions_without_hooks, in_backward
 from cohabit.runtime.training.seen.ops import SeenOps
 from cohabit.runtime.training.seen.outside import threads_in
 from cohabit.runtime.training.state import OptimizerState, runs_in_parts
@@ -169,6 +169,8 @@ class Budget:
         self._modes_before = 0
         """Number of modes when the context was entered."""
         self._steps = 0
+        self._has_ended = False
+        """Whether a step has ended within a backward pass, by an optimizer that a hook calls."""
         self._recorded_state_bytes = 0
         self._resident_bytes: int | None = None
         """Of the process, after the step that followed the last release of freed memory."""
@@ -300,6 +302,7 @@ class Budget:
                 self._states = [
                     OptimizerState(o, self._residency, self._lock, self._interrupts) for o in self._optimizers
                 ]
+            context.enter_context(after_backward(self._end_step))
             for optimizer in self._optimizers:
                 context.callback(optimizer.register_step_pre_hook(self._update_begins).remove)
                 context.callback(optimizer.register_step_post_hook(self._update_ends).remove)
@@ -432,6 +435,15 @@ class Budget:
             if (observed := self._record.observed) is not None and observed.starts_s:
                 observed.update_s += self._residency.waits.clock_s() - observed.starts_s[-1]
             if self._first.update_ends(optimizer):
+                self._has_ended = True
+        if not in_backward():
+            self._end_step()
+
+    def _end_step(self) -> None:
+        """Note that a step has ended, if one has."""
+        with self._lock:
+            if self._has_ended:
+                self._has_ended = False
                 self._step_ends()
 
     def _step_ends(self) -> None:

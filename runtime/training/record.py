@@ -115,7 +115,7 @@ class Record:
         self._is_alike = True
         """Only sizes differ from the recorded ones so far."""
         self._ratio = 1.0
-        """Size of this step's storages over that of the recorded ones."""
+        """Bytes saved by this step over those of the recorded one, while it is alike."""
         self._is_updating = False
         self._least = 0
         self._expected: list[tuple[int, int]] = []
@@ -182,7 +182,8 @@ class Record:
             self.has_departed = True
             expected_bytes, expected_number = self._expected[at]
             if expected_bytes * nbytes > 0 and expected_number == number:
-                self._ratio = max(self._ratio, nbytes / expected_bytes)
+                # One storage may be of another kind than the recorded one; all together say how much larger this step is.
+                self._ratio = max(self._ratio, saved_bytes / self.step.events[at].saved_bytes)
             else:
                 self._is_alike = False
 

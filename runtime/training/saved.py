@@ -78,6 +78,33 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
+def after_backward(call: Callable[[], None]) -> Iterator[None]:
+    """Inside the block, `call` is called after each backward pass that is not part of another one.
+
+    Within one, a mode cannot be entered or left: torch restores the thread's modes after each node.
+    """
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        found = run(*args, **kwargs)
+        if not in_backward():
+            call()
+        return found
+
+    autograd._engine_run_backward = running
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = run
+
+
+def in_backward() -> bool:
+    """Whether this thread is within a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+
+
+@contextmanager
 def functions_without_hooks() -> Iterator[None]:
     """Inside the block, functions of torch.func run as if there were no hooks. Otherwise they refuse to run."""
     autograd: Any = torch._C._autograd
