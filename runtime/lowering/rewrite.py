@@ -17,7 +17,6 @@ from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
 from cohabit.runtime.lowering.rewrites.attention import attend_in_parts, attend_plainly
 from cohabit.runtime.lowering.rewrites.elementwise import drop_casts, use_gelu, use_rms_norm
 from cohabit.runtime.lowering.rewrites.in_place import work_in_place
-from cohabit.runtime.lowering.rewrites.padding import absorb_padding
 from cohabit.runtime.lowering.rewrites.precision import apply_options
 from cohabit.runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
 from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, split_large_layers, write_parts
@@ -90,7 +89,7 @@ def _steps(
     if options.packed:
         if options.dtype == "float32":  # in a reduced type, casts to float32 keep precision
             yield (drop_casts,)
-        yield from ((use_gelu,), (use_rms_norm,), (absorb_padding,), (convolve_transposed,), (join_tables,))
+        yield from ((use_gelu,), (use_rms_norm,), (convolve_transposed,), (join_tables,))
         yield from ((attend_plainly,), (attend_in_parts,))
     yield (leave_tables_on_host,)
     yield split_large_layers, options.packed

@@ -105,28 +105,6 @@ PATTERNS: dict[str, tuple[Layers, list[str]]] = {
     ),
     "depthwise": (Layers(lambda m, x: functional.silu(m.a(x)), groups=8), [CONV]),
     "strided and dilated": (Layers(lambda m, x: m.a(x), stride=2, dilation=2, padding=2), [CONV]),
-    "zeros around an image": (Layers(lambda m, x: m.a(functional.pad(x, (2, 2, 1, 1)))), [CONV]),
-    "more zeros below and to the right, depthwise": (
-        Layers(lambda m, x: functional.silu(m.a(functional.pad(x, (0, 1, 1, 2)))), groups=8, stride=2, padding=0),
-        [CONV],
-    ),
-    "more zeros to the left, depthwise": (Layers(lambda m, x: m.a(functional.pad(x, (1, 0))), groups=8), [CONV]),
-    "more zeros than a kernel takes": (
-        Layers(lambda m, x: m.a(functional.pad(x, (0, 3, 0, 3))), groups=8),
-        ["aten.pad.default", CONV],
-    ),
-    "more zeros to the right, dense": (
-        Layers(lambda m, x: m.a(functional.pad(x, (0, 1)))),
-        ["aten.pad.default", CONV],
-    ),
-    "ones around an image": (
-        Layers(lambda m, x: m.a(functional.pad(x, (1, 1, 1, 1), value=1.0))),
-        ["aten.pad.default", CONV],
-    ),
-    "a mirrored edge": (
-        Layers(lambda m, x: m.a(functional.pad(x, (1, 1, 1, 1), mode="reflect"))),
-        ["aten.pad.default", CONV],
-    ),
     "padding same": (Layers(lambda m, x: functional.silu(m.a(x)), padding="same"), [CONV]),
     "padding valid": (Layers(lambda m, x: functional.silu(m.a(x)), padding="valid"), [CONV]),
     "se gate": (Layers(se_gate), [CONV, "aten.mean.dim", CONV1X1, "aten.mul_.Tensor"]),
