@@ -182,7 +182,7 @@ class Record:
             self.has_departed = True
             expected_bytes, expected_number = self._expected[at]
             if expected_bytes * nbytes > 0 and expected_number == number:
-                # One storage may be of another kind than the recorded one; all together say how much larger this step is.
+                # All storages together: a single one may be of another kind than the recorded one.
                 self._ratio = max(self._ratio, saved_bytes / self.step.events[at].saved_bytes)
             else:
                 self._is_alike = False

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -203,6 +205,65 @@ def test_a_step_as_long_as_the_one_that_exceeded_the_budget_is_recorded_and_the_
         assert limits.exceeded_bytes > 0
         assert limits.peak_bytes <= 5 << 20
     assert modes == [True, False, False, True, True, False, False, False, False, False]
+
+
+ALIKE, VARYING = (ROWS,) * 5, (ROWS, ROWS, ROWS, 3 * ROWS, ROWS, 3 * ROWS)
+
+
+@pytest.mark.parametrize("lengths", [ALIKE, VARYING], ids=["alike", "varying"])
+@pytest.mark.parametrize("memory", ["40%", "50%", "80%"])
+def test_optimizers_that_step_within_backward_have_eagers_bits_and_leave_no_mode(
+    memory: str, lengths: Sequence[int]
+) -> None:
+    """As in PyTorch's tutorial: torch restores the thread's modes after each node of the backward pass."""
+
+    def trained(limited: Callable[..., AbstractContextManager[Any]]) -> tuple[list[float], list[torch.Tensor]]:
+        net, _ = made()
+        optimizers = {p: torch.optim.Adam([p], 1e-3) for p in net.parameters()}
+
+        def update(parameter: torch.Tensor) -> None:
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad()
+
+        for parameter in optimizers:
+            parameter.register_post_accumulate_grad_hook(update)
+        losses = []
+        with limited(net, *optimizers.values()):
+            for rows in lengths:
+                loss = net(torch.ones(rows, WIDTH)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+        return losses, list(net.parameters())
+
+    modes_before = torch._C._len_torch_dispatch_stack()
+    losses, parameters = trained(partial(cohabit.budget, memory))
+    assert torch._C._len_torch_dispatch_stack() == modes_before
+    eager_losses, eager_parameters = trained(lambda *owners: nullcontext())
+    assert losses == eager_losses
+    assert all(torch.equal(a, b) for a, b in zip(parameters, eager_parameters, strict=True))
+
+
+def test_a_step_that_departs_is_counted_with_no_more_than_it_takes() -> None:
+    """A layer is added after four steps, so that later storages are unlike the recorded ones at their places."""
+
+    def trained(memory: str) -> Budget:
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH))]
+        net = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+        with cohabit.budget(memory, net, optimizer) as limits:
+            for number in range(8):
+                if number == 4:
+                    net.insert(2, nn.Linear(WIDTH, WIDTH))
+                    optimizer.add_param_group({"params": net[2].parameters()})
+                step(net, optimizer, torch.ones(ROWS, WIDTH))
+        return limits
+
+    limits = trained("100%")
+    assert limits.limit_bytes is not None
+    assert limits.peak_bytes <= limits.limit_bytes + (1 << 20), (
+        "the layer saves 128 KiB, and has 256 KiB with state"
+    )
 
 
 @pytest.mark.long
