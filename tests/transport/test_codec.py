@@ -195,7 +195,7 @@ ODD_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_odd_json_is_the_clients_error(data: st.DataObject) -> None:
     message = json.loads(VALID[:VALID_LENGTH])
