@@ -76,7 +76,7 @@ bench-planner: $(READY)  ## The planner's benchmarks: all searchers, networks an
 # Installs nothing: GPU_PYTHON is an interpreter with torch for CUDA, and packages that it lacks may lie in .wheels
 # (python -m pip install --target .wheels --only-binary :all: --python-version 3.12 msgspec, with that interpreter's
 # version). Without a GPU it says so and fails; the module itself exits 77.
-# Pieces take two minutes at most, the most wanted first; GPU_MINUTES is the time for all. GPU_STEPS="table2 copies" runs
+# Pieces take two minutes at most, the most wanted first; GPU_MINUTES is the time for all. GPU_STEPS="table2 texts" runs
 # those steps only. Rows of what is not measured again are kept. GPU_OUTPUT is where results go, by default the folder that
 # OUT names, where it is set.
 GPU_STEPS ?=

@@ -42,7 +42,6 @@ COMMANDS = {
     "edge-fleet": "edge.fleet --record",
     "memory": "memory --record",
     "parity": "parity --record",
-    "gpu-copies": "gpu.copies",
     "gpu-table2": "gpu.table2",
     "gpu-figure8": "gpu.figure8",
     "gpu-texts": "gpu.texts",

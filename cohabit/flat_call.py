@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.jit._script import RecursiveScriptModule
 from torch.utils import _pytree as pytree
 
 from cohabit.runtime.errors import UnsupportedModel
@@ -43,7 +44,7 @@ class FlatCall:
     def __init__(self, module: nn.Module, in_order: Sequence[Any], by_name: Mapping[str, Any]) -> None:
         """Raises UnsupportedModel for an input that is neither a tensor nor a constant, and for a scripted module."""
         self._title = type(module).__name__
-        if isinstance(module, torch.jit.RecursiveScriptModule):
+        if isinstance(module, RecursiveScriptModule):
             raise UnsupportedModel(
                 f"{self._title}: programs of torch.jit.script cannot be exported; pass the module that was scripted"
             )

@@ -222,7 +222,6 @@ def _prepare(argv: Sequence[str]) -> int:
 
 def _report(argv: Sequence[str]) -> int:
     from cohabit.loadgen.drawing.page import write_page
-    from cohabit.loadgen.drawing.pictures import write_pictures
     from cohabit.loadgen.report import print_report, read_reports
 
     options = report_parser().parse_args(argv)
@@ -232,9 +231,7 @@ def _report(argv: Sequence[str]) -> int:
     console = console_for_output()
     if options.html is not None:
         write_page(options.html, series)
-    if options.png is not None:
-        write_pictures(options.png, series)
-    if options.html is None and options.png is None:
+    else:
         for name, reports in series.items():
             for report in reports:
                 console.rule(f"{name}, {report.rate_per_s:g}/s")

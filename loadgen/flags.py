@@ -90,14 +90,11 @@ def compare_parser() -> argparse.ArgumentParser:
 def report_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loadgen report",
-        description="Show runs that --output has written, as tables, or as a page or pictures. Further files are"
+        description="Show runs that --output has written, as tables, or as a page. Further files are"
         " compared with the first, at the rates that both have.",
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
-    parser.add_argument(
-        "--png", type=Path, metavar="FOLDER", help="write the charts as pictures (needs matplotlib)"
-    )
     return parser
 
 

@@ -1,13 +1,14 @@
 """The interface of a device: memory, host stores, programs and executors. `runtime.devices` opens one by name.
 
-The rest of the runtime (lowering, binding, plans) is the same for all devices. A device's own program type is the type
-parameter; `Backend`, `Executor` and `Runner` are for device-independent code.
+The rest of the runtime (lowering, binding, plans) is the same for all devices. A device takes the
+programs that it built.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 
@@ -17,12 +18,11 @@ from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import Manifest
-from cohabit.runtime.memory import DeviceArena, HostStore, PinnedUse, StoreKind
+from cohabit.runtime.memory import DeviceArena, HostStore, StoreKind
 from cohabit.runtime.recording import OnRecording
+from cohabit.runtime.stores.pinned import PinnedMemory
 
 OnProgress = Callable[[str], None]
-P = TypeVar("P", bound=Program)
-P_contra = TypeVar("P_contra", bound=Program, contravariant=True)
 
 
 @dataclass(slots=True)
@@ -50,21 +50,27 @@ class Capture:
     """Why kernels and copies are issued one by one; None if they are captured."""
 
 
-class ProgramRunner(Protocol[P_contra]):
-    """Runs programs one at a time. Methods belong to the thread that owns the device, unless stated otherwise."""
+class Runner(Protocol):
+    """Runs programs one at a time. Methods belong to the thread that owns the device, unless stated otherwise.
+
+    The defaults are those of a device that computes in the calling thread.
+    """
 
     @property
     def lost(self) -> str | None:
         """Why the device is lost; None while it works."""
         ...
 
-    def foresee(self, program: P_contra) -> None:
-        """Note that a program is expected to run after the next one, so that its copies may begin meanwhile."""
-        ...
+    def foresee(self, program: Any) -> None:
+        """Note that a program is expected to run after the next one, so that its copies may begin meanwhile.
+
+        Not needed where residents are loaded: plans swap in to the workspace, which the running program uses.
+        """
+        return
 
     def run(
         self,
-        program: P_contra,
+        program: Any,
         inputs: Sequence[torch.Tensor],
         *,
         traced: bool = False,
@@ -79,12 +85,12 @@ class ProgramRunner(Protocol[P_contra]):
         """
         ...
 
-    def launches_ahead(self, program: P_contra) -> bool:
+    def launches_ahead(self, program: Any) -> bool:
         """Whether `begin` would launch a program now, while the one that was begun before executes."""
-        ...
+        return False
 
     def begin(
-        self, program: P_contra, inputs: Sequence[torch.Tensor], *, on_recording: OnRecording | None = None
+        self, program: Any, inputs: Sequence[torch.Tensor], *, on_recording: OnRecording | None = None
     ) -> Result | Callable[[], Result]:
         """Begin an inference as `run` does it. Returns its result if the inference has ended.
 
@@ -92,14 +98,14 @@ class ProgramRunner(Protocol[P_contra]):
         inputs may be overwritten at once. Another program can be begun before that call if it `launches_ahead`. Every
         other method first waits for what was begun.
         """
-        ...
+        return self.run(program, inputs, on_recording=on_recording)
 
-    def capture(self, program: P_contra) -> Capture | None:
+    def capture(self, program: Any) -> Capture | None:
         """Return how a program is issued; None on devices without graphs, and before it is loaded. Any thread."""
-        ...
+        return None
 
 
-class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
+class Executor(Runner, Protocol):
     """A compute lane of a device, which also loads initial residents and releases programs' resources."""
 
     @property
@@ -107,33 +113,33 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         """Seconds that the swap-in lane has spent copying since the start; None if not measured."""
         ...
 
-    def load(self, program: P_contra, *, on_recording: OnRecording | None = None) -> float:
+    def load(self, program: Any, *, on_recording: OnRecording | None = None) -> float:
         """Copy a program's initial residents in and wait for them. Returns the seconds. Raises DeviceError.
 
         `on_recording` receives a recording of the copies, if the device knows their times.
         """
         ...
 
-    def begin_load(self, program: P_contra) -> Callable[[], float]:
+    def begin_load(self, program: Any) -> Callable[[], float]:
         """Begin to copy a program's initial residents in, while other programs run. Their bytes must be free.
 
         The returned function waits for them, returns the seconds that it waited, and raises DeviceError. It must be
         called before the program is run or loaded. A device may make all copies in that call.
         """
-        ...
+        return partial(self.load, program)
 
-    def load_in_pieces(self, programs: Sequence[P_contra]) -> Iterator[None]:
+    def load_in_pieces(self, programs: Sequence[Any]) -> Iterator[None]:
         """Load programs of one model, which share their residents; each step of the iterator loads one piece.
 
         Other programs may run between two pieces. Raises DeviceError.
         """
         ...
 
-    def invalidate(self, program: P_contra) -> None:
+    def invalidate(self, program: Any) -> None:
         """Mark a model's residents as missing: its next run loads them first."""
         ...
 
-    def release(self, program: P_contra) -> None:
+    def release(self, program: Any) -> None:
         """Release a program's resources; it will not run again."""
         ...
 
@@ -142,23 +148,18 @@ class ProgramExecutor(ProgramRunner[P_contra], Protocol[P_contra]):
         ...
 
 
-class DeviceBackend(Protocol[P]):
+class Backend(Protocol):
     """One device. Its memory, stores and programs only work with each other."""
 
-    @property
-    def name(self) -> str:
-        """The device's name in profiles and output."""
-        ...
-
-    @property
-    def pinned_memory(self) -> PinnedUse | None:
-        """The use of pinned host memory; None on devices without it."""
-        ...
+    name: str
+    """The device's name in profiles and output."""
+    pinned_memory: PinnedMemory | None = None
+    """The use of pinned host memory; None on devices without it."""
 
     @property
     def outside_bytes(self) -> int | None:
         """Device memory of the process outside of arenas, as of the last load; None if there is none."""
-        ...
+        return None
 
     def arena(self, nbytes: int) -> DeviceArena[Any]:
         """Allocate device memory. Raises MemoryExceeded."""
@@ -169,11 +170,11 @@ class DeviceBackend(Protocol[P]):
         ...
 
     @property
-    def executor(self) -> ProgramExecutor[P]:
+    def executor(self) -> Executor:
         """The executor of the first compute lane."""
-        ...
+        return self.executors(1)[0]
 
-    def executors(self, count: int) -> Sequence[ProgramExecutor[P]]:
+    def executors(self, count: int) -> Sequence[Executor]:
         """Return one executor per compute lane. Each is for one thread, and for programs with a separate workspace."""
         ...
 
@@ -202,7 +203,7 @@ class DeviceBackend(Protocol[P]):
         arena: DeviceArena[Any],
         bases: Bases,
         store: HostStore[Any],
-    ) -> P:
+    ) -> Program:
         """Check a plan and bind it. Any thread.
 
         Raises InvalidPlan, FingerprintMismatch, MemoryExceeded or UnsupportedPlan.
@@ -212,12 +213,7 @@ class DeviceBackend(Protocol[P]):
     def close(self) -> None: ...
 
 
-Runner = ProgramRunner[Any]
-Executor = ProgramExecutor[Any]
-Backend = DeviceBackend[Any]
-
-
-class SharedLayout(ProgramRunner[Any], Protocol):
+class SharedLayout(Runner, Protocol):
     """Runs programs of models that share one region of the arena, instead of a partition each."""
 
     def add(self, lowered: Lowered, plan: Plan, profile: Profile | None, store: HostStore[Any]) -> Program:

@@ -86,10 +86,6 @@ class HostStore(Protocol[Destination_contra]):
         """
         ...
 
-    def link_bytes(self, segment: int) -> int:
-        """Return the number of bytes that cross the link when a segment is copied."""
-        ...
-
     def table(self, name: str) -> torch.Tensor:
         """Return an embedding table, which the device reads in place."""
         ...
@@ -107,10 +103,3 @@ class HostStore(Protocol[Destination_contra]):
         ...
 
     def close(self) -> None: ...
-
-
-class PinnedUse(Protocol):
-    """Use and limit of a device's pinned host memory."""
-
-    limit_bytes: int
-    used_bytes: int

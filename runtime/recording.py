@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
-from cohabit.planner.plan import Compute, Lane, Span
+from cohabit.planner.plan import Lane, Span, Timeline
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
 from cohabit.runtime.binding.program import Program
 
-Step = ComputeStep[Any] | SwapStep
+Step = ComputeStep | SwapStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +47,20 @@ class Recording:
         """Record that a step, or its wait, has ended."""
         self.notes.append(Note(step, start_s, end_s, stalled))
 
-    def measured(self, start_s: float) -> tuple[Span, ...]:
+    def timeline(self, start_s: float) -> Timeline:
         """Return the steps in the plan's order, with times counted from `start_s`."""
         spans = [
             Span(note.step.step, note.step.lane, note.start_s - start_s, note.end_s - start_s)
             for note in self.notes
             if note.step is not None and not note.stalled
         ]
-        return tuple(sorted(spans, key=lambda span: span.step))
+        latency_s = max((span.end_s for span in spans if span.lane == "compute"), default=0.0)
+        in_order = tuple(sorted(spans, key=lambda span: span.step))
+        return Timeline(in_order, latency_s, None, self.program.link_bytes)
 
     def spans(self) -> Iterator[LaneSpan]:
         """Yield every step with its name."""
         graph = self.program.graph
-        # A relocatable program has its own step numbers.
-        planned = (step.op for step in self.program.plan.steps if isinstance(step, Compute))
-        ops = {step.step: op for step, op in zip(self.program.computes, planned, strict=True)}
         for note in self.notes:
             step, times = note.step, (note.start_s, note.end_s)
             match step:
@@ -70,7 +68,7 @@ class Recording:
                     name = graph.tensors[step.tensor].name
                     yield LaneSpan(graph.name, step.lane, name, *times, nbytes=step.nbytes)
                 case ComputeStep():
-                    name = graph.ops[ops[step.step]].name
+                    name = graph.ops[step.op].name
                     yield LaneSpan(graph.name, step.lane, name, *times, stalled=note.stalled)
                 case None:
                     yield LaneSpan(graph.name, "compute", "inference", *times)

@@ -107,9 +107,9 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "loadgen": (
         {"loadgen"},
         {"aiohttp", "msgspec", "numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "uvloop"}
-        | {"hdrh", "matplotlib", "tritonclient"},
+        | {"hdrh", "tritonclient"},
     ),
-    "loadgen.drawing": ({"loadgen", "page"}, {"hdrh", "matplotlib", "msgspec", "numpy"}),
+    "loadgen.drawing": ({"loadgen", "page"}, {"hdrh", "msgspec", "numpy"}),
 }
 
 FOLDERS: dict[str, dict[str, set[str]]] = {

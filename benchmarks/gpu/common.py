@@ -19,9 +19,9 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cuda.api import AllocatorPool
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.driver import CudaDriver
+from cohabit.runtime.cuda.pools import CarvedPool
 from cohabit.runtime.cuda.profiling import measure
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.lowering.lower import Lowered, lower
@@ -91,7 +91,7 @@ def loaded(backend: CudaBackend, model: Measured, plan: Plan, batch: int) -> Ite
 def resident(backend: CudaBackend, model: Measured, batch: int) -> Iterator[CudaProgram]:
     """The model with everything in memory: one captured graph, the ideal."""
     plan = measure.resident(model.graph(batch))
-    with measure.loaded(backend, backend.executor, model.lowered, model.store, plan) as program:
+    with measure.loaded(backend, backend.executors(1)[0], model.lowered, model.store, plan) as program:
         yield program
 
 
@@ -138,14 +138,10 @@ def plain_sources(backend: CudaBackend, nbytes: int) -> Iterator[torch.Tensor]:
     host = backend.pinned_memory.take(nbytes, "a plain copy")
     yield torch.from_numpy(host)
     backend.pinned_memory.release(host)
-    yield pinned_by_torch(backend, nbytes)
+    yield torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def pinned_by_torch(backend: CudaBackend, nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-
-
-def replay_s(backend: CudaBackend, pool: AllocatorPool, issue: Callable[[], None]) -> float:
+def replay_s(backend: CudaBackend, pool: CarvedPool, issue: Callable[[], None]) -> float:
     """Median device time of copies in a graph of their own: issued from Python, there would be gaps between them."""
     driver, times = backend.driver, []
     with driver.on(backend.streams.swap_in):

@@ -21,27 +21,25 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import copies, figure8, table2, tests
+from benchmarks.gpu import figure8, table2, tests
 from benchmarks.gpu.steps import LEAST_S, Step
 from benchmarks.record import RESULTS
 
 NO_GPU = 77
 PIECE_S = 120.0
 MINUTES = 60.0
-STEPS: dict[str, Step] = {module.STEP.name: module.STEP for module in (tests, table2, copies, figure8)}  # type: ignore[type-arg]
+STEPS: dict[str, Step] = {module.STEP.name: module.STEP for module in (tests, table2, figure8)}  # type: ignore[type-arg]
 with suppress(ImportError):  # the machine lacks a server's packages
     from benchmarks.gpu import texts
 
     STEPS[texts.STEP.name] = texts.STEP
 FIRST: tuple[tuple[str, str], ...] = (
-    (tests.STEP.name, "tests/runtime/test_budget_gpu.py"),
-    (tests.STEP.name, "tests/runtime/test_cuda_gpu.py"),
+    *((tests.STEP.name, path) for path in tests.FIRST),
     *((figure8.STEP.name, cell) for cell in ("resident, memory 100%", "partitioned in int8, memory 25%")),
     *((figure8.STEP.name, f"partitioned{stored}, memory 50%") for stored in (" in int8", "")),
     (figure8.STEP.name, "partitioned, memory 25%"),
     ("texts", "150MiB"),
     (table2.STEP.name, table2.cells()[0]),
-    (copies.STEP.name, copies.cells()[0]),
 )
 """Steps and cells that come before all others."""
 

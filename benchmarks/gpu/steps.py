@@ -141,11 +141,8 @@ def merge(path: Path, cell: str, new: Path) -> int:
 
 def with_log(log: Path) -> str:
     """The end of what was printed, as a section of a results file."""
-    return _as_block("Log", "text", log.read_bytes()[-MOST_LOG_BYTES:] if log.exists() else b"")
-
-
-def _as_block(title: str, language: str, raw: bytes) -> str:
-    return f"## {title}\n\n```{language}\n{raw.decode(errors='replace').strip()}\n```\n"
+    raw = log.read_bytes()[-MOST_LOG_BYTES:] if log.exists() else b""
+    return f"## Log\n\n```text\n{raw.decode(errors='replace').strip()}\n```\n"
 
 
 def _lines(path: Path) -> list[bytes]:

@@ -1,28 +1,20 @@
 """The tests marked `gpu`, a file at a time, the most wanted first."""
 
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
 from benchmarks.gpu import steps
 from benchmarks.record import markdown_table
 
-FILES = (
-    "budget_gpu",
-    "cuda_gpu",
-    "executor",
-    "encoding",
-    "sharing",
-    "compute_lanes",
-    "dynamic_shapes",
-    "fusion_probe",
-    "options",
-    "cuda_constructs",
-)
-"""Those with such tests. Others import the server, whose packages the machine may lack."""
+FIRST = ("tests/runtime/test_budget_gpu.py", "tests/runtime/test_cuda_gpu.py")
+_MARKED = re.compile(r"\bmark\.gpu\b|\bBACKENDS\b")
+"""In files with such tests, of their own or on every backend."""
 PLUGINS: list[object] = []
 """Of pytest. `make gpu-dry-run` has one."""
 
@@ -49,7 +41,10 @@ class _Counted:
 
 
 def cells() -> list[str]:
-    return [f"tests/runtime/test_{name}.py" for name in FILES]
+    found = [
+        str(path) for path in sorted(Path("tests/runtime").glob("test_*.py")) if _MARKED.search(path.read_text())
+    ]
+    return list(dict.fromkeys((*FIRST, *found)))
 
 
 def measure(cell: str) -> Iterator[Outcomes | str]:

@@ -1,4 +1,4 @@
-"""The page: one self-contained HTML file that shows a report, a running server, or a text."""
+"""The page: one self-contained HTML file that shows a report or a running server."""
 
 import base64
 import hashlib
@@ -37,26 +37,10 @@ def live_policy() -> str:
     return _policy("'self'")
 
 
-def static_page(title: str, body: str) -> str:
-    """Return a page of markup without a script."""
-    return _page(title, static_policy(), body)
-
-
-def static_policy() -> str:
-    """Return the Content-Security-Policy of a page without a script, which may load only its style."""
-    return (
-        f"default-src 'none'; style-src 'sha256-{_digest(_part('page.css'))}'; img-src data:; base-uri 'none';"
-        " form-action 'none'"
-    )
-
-
 def _drawn(document: ReportDocument | NoDocument, title: str, policy: str) -> str:
     # Escaped, so that no name of a model can close the script's tag.
     data = msgspec.json.encode(document).decode().replace("<", "\\u003c")
-    return _page(title, policy, _DRAWN.substitute(data=data, script=_part("page.js")))
-
-
-def _page(title: str, policy: str, body: str) -> str:
+    body = _DRAWN.substitute(data=data, script=_part("page.js"))
     return Template(_part("page.html")).substitute(
         policy=escape(policy, quote=True), title=escape(title), style=_part("page.css"), body=body
     )

@@ -1,1 +1,1 @@
-"""Load tests as an HTML page, and as pictures."""
+"""Load tests as an HTML page."""

@@ -1,9 +1,8 @@
 """Builds programs from plans: checks a plan, drafts it, and binds the draft to addresses."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import count
 from weakref import WeakValueDictionary
 
 import torch
@@ -12,10 +11,11 @@ from cohabit.planner.check import check
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.profile import Profile
-from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
-from cohabit.runtime.binding.draft import ComputeStep, Draft, DraftCall, Drafter, Statics, StaticWeight, SwapStep
+from cohabit.runtime.binding.calls import Call, bind_with_store
+from cohabit.runtime.binding.draft import ComputeStep, Draft, DraftCalls, Drafter, SwapStep
 from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.binding.statics import StaticValues
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.memory import Destination, DeviceArena, HostStore
@@ -54,39 +54,31 @@ def build(
 ) -> Program:
     """Check a plan and bind it. Raises the errors of `draft`, and MemoryExceeded."""
     drafted = draft(lowered, plan, profile, arena.device)
-    graph = lowered.graphs[drafted.graph.bucket]
-    return bind(drafted, graph, _offloaded(drafted, store), arena, bases, store)
-
-
-def bind(
-    drafted: Draft,
-    graph: Graph,
-    of_tensor: Mapping[int, OffloadedTensor],
-    arena: DeviceArena[Destination],
-    bases: Bases,
-    store: HostStore[Destination],
-) -> Program:
-    """Bind a draft to the addresses of the model with this graph. Raises MemoryExceeded.
-
-    `of_tensor` has its spilled tensors, by tensor id.
-    """
+    graph, of_tensor = lowered.graphs[drafted.graph.bucket], _offloaded(drafted, store)
     offloaded = tuple(of_tensor.values())
-    statics: list[Any] = []
-    for static in drafted.statics:
-        if isinstance(static, StaticWeight):
-            statics.append(weight_at(arena, bases.offset(static.address), static.piece))
-        else:
-            statics.append(static_value(static.template, _values(static.statics, statics)))
+    values = StaticValues(drafted.statics, arena)
     # Offloaded tensors take results after the op, before its getitem calls free them, and end their uses last.
-    adopting, finishing = _adopting(offloaded), _finishing(offloaded)
+    adopting: dict[int, list[Call]] = defaultdict(list)
+    finishing: dict[int, list[Call]] = defaultdict(list)
+    for own in offloaded:
+        adopting[own.spill.maker].append(own.adopt)
+        for interval in own.spill.intervals:
+            if interval.last_use >= 0:
+                finishing[interval.last_use].append(own.finish_use if interval.frees_storage else own.forget)
 
-    def bound(calls: Sequence[DraftCall]) -> tuple[Call, ...]:
-        return tuple(bind_with_store(c.template, _values(c.statics, statics), c.frees, store) for c in calls)
+    def offsets(part: DraftCalls) -> dict[int, int]:
+        return {segment: bases.offset(address) for segment, address in part.addresses.items()}
 
-    def compute(n: int, step: ComputeStep[DraftCall]) -> ComputeStep[Call]:
-        calls = bound(step.calls)
-        op = len(calls) - step.unpacking
-        return step.with_calls((*calls[:op], *adopting.get(n, ()), *calls[op:], *finishing.get(n, ())))
+    def bound(part: DraftCalls) -> list[Call]:
+        at = offsets(part)
+        return [
+            bind_with_store(c.template, {slot: values.at(slot, at) for slot in c.statics}, c.frees, store)
+            for c in part.calls
+        ]
+
+    def compute(n: int, step: ComputeStep, part: DraftCalls) -> ComputeStep:
+        calls, op = bound(part), len(part.calls) - part.unpacking
+        return replace(step, calls=(*calls[:op], *adopting[n], *calls[op:], *finishing[n]))
 
     def swap(step: SwapStep) -> SwapStep:
         tensor = of_tensor.get(step.tensor)
@@ -96,17 +88,18 @@ def bind(
         offset = bases.offset(step.address)
         return replace(step, offset=offset, copy=store.copy(step.tensor, arena.bytes(offset, step.nbytes)))
 
+    at_end = offsets(drafted.final_calls)
     return Program(
         name=graph.name,
         graph=graph,
         draft=drafted,
-        computes=tuple(compute(n, step) for n, step in enumerate(drafted.computes)),
+        computes=tuple(map(compute, count(), drafted.computes, drafted.calls)),
         swap_ins=tuple(map(swap, drafted.swap_ins)),
         swap_outs=tuple(map(swap, drafted.swap_outs)),
         offloaded=offloaded,
         residents=tuple(map(swap, drafted.residents)),
-        final_calls=bound(drafted.final_calls),
-        constants=_values(drafted.constants, statics),
+        final_calls=tuple(bound(drafted.final_calls)),
+        constants={slot: values.at(slot, at_end) for slot in drafted.constants},
         epilogue=drafted.epilogue,
     )
 
@@ -117,8 +110,8 @@ def _require_served(graph: Graph, plan: Plan) -> None:
     pooled = [graph.tensors[t].name for t in sorted(plan.pooled) if graph.tensors[t].is_weight]
     if pooled:
         raise UnsupportedPlan(f"{graph.name}: the plan has no address for {pooled[0]}; {way_out}")
-    count = Counter(step.op for step in plan.steps if isinstance(step, Compute))
-    repeated = [graph.ops[op].name for op in sorted(count) if count[op] > 1]
+    times = Counter(step.op for step in plan.steps if isinstance(step, Compute))
+    repeated = [graph.ops[op].name for op in sorted(times) if times[op] > 1]
     if repeated:
         raise UnsupportedPlan(f"{graph.name}: the plan computes {repeated[0]} more than once; {way_out}")
 
@@ -130,27 +123,3 @@ def _offloaded(drafted: Draft, store: HostStore[Destination]) -> dict[int, Offlo
     buffers = store.spill_buffers([s.nbytes for s in drafted.spills])
     spilled = zip(drafted.spills, buffers, strict=True)
     return {spill.tensor: OffloadedTensor(spill, buffer) for spill, buffer in spilled}
-
-
-def _values(static_slots: Statics, statics: Sequence[Any]) -> dict[int, Any]:
-    return {slot: statics[index] for slot, index in static_slots}
-
-
-def _adopting(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
-    """Return, per compute step, the calls with which offloaded tensors take the storages of its results."""
-    calls: dict[int, list[Call]] = defaultdict(list)
-    for tensor in offloaded:
-        maker = tensor.spill.intervals[0].maker
-        if maker is not None:
-            calls[maker].append(tensor.adopt)
-    return calls
-
-
-def _finishing(offloaded: Sequence[OffloadedTensor]) -> dict[int, list[Call]]:
-    """Return, per compute step, the calls after it that end its use of offloaded tensors."""
-    calls: dict[int, list[Call]] = defaultdict(list)
-    for tensor in offloaded:
-        for interval in tensor.spill.intervals:
-            if interval.last_use >= 0:
-                calls[interval.last_use].append(tensor.finish_use if interval.frees_storage else tensor.forget)
-    return calls

@@ -7,69 +7,56 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, TypeVar
+from typing import ClassVar, Literal
 
 import torch
 
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Address, Compute, Drop, Plan, SwapIn, SwapOut
 from cohabit.planner.profile import Profile
-from cohabit.runtime.binding.calls import CallTemplate, template_of
+from cohabit.runtime.binding.calls import Call, CallTemplate, template_of
 from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.spills import Spill, spills_of
+from cohabit.runtime.binding.statics import Statics
 from cohabit.runtime.lowering.trace import Instruction, Trace
-from cohabit.runtime.lowering.weights import Manifest, Piece
+from cohabit.runtime.lowering.weights import Manifest
 from cohabit.runtime.memory import Copy
-
-C = TypeVar("C")
-D = TypeVar("D")
-"""C and D: types of a step's calls (`DraftCall` in a draft, `Call` in a program)."""
-
-Statics = tuple[tuple[int, int], ...]
-"""Slots whose values are known before a run, once the model has addresses: (slot, index into `Draft.statics`)."""
-
-PendingCall = tuple[Instruction, Statics]
-"""A call whose `DraftCall.frees` are not known yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class StaticWeight:
-    """A parameter, with its segment's address."""
-
-    piece: Piece
-    segment: int
-    address: Address
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCall:
-    """A call, its static slots, and `frees`: the slots whose values no later call reads."""
+    """A call, the static slots that it reads, and `frees`: the slots whose values no later call reads."""
 
     template: CallTemplate
-    statics: Statics
+    statics: tuple[int, ...]
     frees: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ComputeStep(Generic[C]):
+class DraftCalls:
+    """The calls of a compute step, or those after the last one."""
+
+    calls: tuple[DraftCall, ...]
+    addresses: Mapping[int, Address]
+    """Addresses of the segments that their static slots depend on."""
+    unpacking: int = 0
+    """Number of trailing getitem calls; each result is freed after its own last use."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeStep:
     """An op with the views that it needs. `*_before` fields count the steps on other lanes that must end first."""
 
     lane: ClassVar[Literal["compute"]] = "compute"
     step: int
     """Index in the plan."""
-    calls: tuple[C, ...]
+    op: int
     swap_ins_before: int
     swap_outs_before: int = 0
     first_reads: tuple[int, ...] = ()
     """Initial residents that this step is the first to read: the last run's epilogue may still be copying them."""
-    unpacking: int = 0
-    """Number of trailing getitem calls; each result is freed after its own last use."""
-
-    def with_calls(self, calls: tuple[D, ...]) -> "ComputeStep[D]":
-        """Return the same step with other calls."""
-        return ComputeStep(
-            self.step, calls, self.swap_ins_before, self.swap_outs_before, self.first_reads, self.unpacking
-        )
+    calls: tuple[Call, ...] = ()
+    """Empty in a draft."""
 
 
 def _not_bound() -> None:
@@ -109,19 +96,19 @@ class Draft:
     plan: Plan
     profile: Profile | None
     """The profile that the plan was checked against."""
-    device: torch.device
-    statics: tuple[StaticWeight | DraftCall, ...]
-    """Parameters and views of them. Each uses earlier ones only."""
-    computes: tuple[ComputeStep[DraftCall], ...]
+    statics: Statics
+    computes: tuple[ComputeStep, ...]
+    calls: tuple[DraftCalls, ...]
+    """Of each compute step."""
     swap_ins: tuple[SwapStep, ...]
     swap_outs: tuple[SwapStep, ...]
     spills: tuple[Spill, ...]
     residents: tuple[SwapStep, ...]
     """Copies of the initial residents to their addresses."""
-    final_calls: tuple[DraftCall, ...]
+    final_calls: DraftCalls
     """Views that are outputs and belong to no op."""
-    constants: Statics
-    """Outputs that are parameters or views of them."""
+    constants: tuple[int, ...]
+    """Outputs that are static slots, at the addresses of `final_calls`."""
     epilogue: int
     """Index of the first swap-in after the last compute step."""
     restored: Mapping[int, int]
@@ -129,6 +116,15 @@ class Draft:
 
     The run itself does not wait for that copy: the next run does.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class _PendingCalls:
+    """Calls whose `DraftCall.frees` are not known yet."""
+
+    instructions: tuple[Instruction, ...]
+    addresses: Mapping[int, Address]
+    unpacking: int = 0
 
 
 class Drafter:
@@ -144,12 +140,14 @@ class Drafter:
             if i.target is operator.getitem:
                 self.parts[i.reads[0]].append(i)
         self.numbers = [i for i in trace.instructions if i.out in trace.numbers]
-        self.statics = _StaticValues(trace, manifest, device)
+        self.statics = Statics.of(trace, manifest, device)
         self.made: set[int] = set()
         """Slots of views whose value is current."""
         self.addresses = {p.tensor: _required(p.address) for p in plan.residents}
         self.unread = set(self.addresses)
-        self.computes: list[ComputeStep[PendingCall]] = []
+        self.computes: list[ComputeStep] = []
+        self.pending: list[_PendingCalls] = []
+        """Calls of each compute step."""
         self.swap_ins: list[SwapStep] = []
         self.swap_outs: list[SwapStep] = []
         self.spills = spills_of(graph, trace, plan)
@@ -157,17 +155,17 @@ class Drafter:
         """Position of each step on its lane, by index in the plan."""
 
     def draft(self, profile: Profile | None) -> Draft:
-        final_calls, constants = self._walk()
-        initial = {p.tensor for p in self.plan.residents}
-        frees = iter(_frees([*(c.calls for c in self.computes), final_calls], self.trace.output_slots))
+        final = self._walk()
+        outputs, initial = self.trace.output_slots, {p.tensor for p in self.plan.residents}
+        frees = _frees([*(p.instructions for p in self.pending), final.instructions], outputs)
         return Draft(
             graph=self.graph,
             trace=self.trace,
             plan=self.plan,
             profile=profile,
-            device=self.device,
-            statics=tuple(self.statics.values),
-            computes=tuple(c.with_calls(self._calls(c.calls, next(frees))) for c in self.computes),
+            statics=self.statics,
+            computes=tuple(self.computes),
+            calls=tuple(map(self._drafted, self.pending, frees)),
             swap_ins=tuple(self.swap_ins),
             swap_outs=tuple(self.swap_outs),
             spills=self.spills,
@@ -175,18 +173,18 @@ class Drafter:
                 SwapStep("swap_in", -1, p.tensor, self._nbytes(p.tensor), 0, address=p.address)
                 for p in self.plan.residents
             ),
-            final_calls=self._calls(final_calls, [()] * len(final_calls)),
-            constants=constants,
+            final_calls=self._drafted(final, [()] * len(final.instructions)),
+            constants=tuple(slot for slot in outputs if slot in self.statics.segments),
             epilogue=sum(s.step < self.plan.epilogue_start for s in self.swap_ins),
             restored={s.tensor: i for i, s in enumerate(self.swap_ins) if s.tensor in initial},
         )
 
-    def _walk(self) -> tuple[tuple[PendingCall, ...], Statics]:
-        """Return the final calls, and the outputs that are parameters, at their addresses after the last op."""
-        answer: tuple[tuple[PendingCall, ...], Statics] | None = None
+    def _walk(self) -> _PendingCalls:
+        """Return the final calls, with the addresses after the last op of parameters that are outputs."""
+        final: _PendingCalls | None = None
         for index, step in enumerate(self.plan.steps):
             if index == self.plan.epilogue_start and self.computes:
-                answer = self._answer()
+                final = self._final_calls()
             match step:
                 case SwapIn():
                     self._add_swap_in(index, step)
@@ -197,11 +195,7 @@ class Drafter:
                     self.unread.discard(step.tensor)
                 case SwapOut():
                     self._add_swap_out(index, step)
-        return self._answer() if answer is None else answer
-
-    def _answer(self) -> tuple[tuple[PendingCall, ...], Statics]:
-        final = self._pending(self._final_views())
-        return final, self.statics.of(self.trace.output_slots, self.addresses)
+        return self._final_calls() if final is None else final
 
     def _add_swap_in(self, index: int, step: SwapIn) -> None:
         computes, swap_outs = self._finished(step.after, Compute), self._finished(step.after, SwapOut)
@@ -226,24 +220,39 @@ class Drafter:
         self.made.update(i.out for i in numbers)
         instruction = self.op_instructions[step.op]
         parts = self.parts[instruction.out]
-        calls = self._pending([*numbers, *self._needed_by(instruction), *parts])
+        instructions = (*numbers, *self._needed_by(instruction), *parts)
         self.made.update(part.out for part in parts)
+        read = (slot for i in instructions for slot in i.reads)
+        self.pending.append(_PendingCalls(instructions, self._addresses_of(read), len(parts)))
         first = self.unread.intersection(self.graph.ops[step.op].reads)
         self.unread -= first
-        self.computes.append(ComputeStep(index, calls, swap_ins, swap_outs, tuple(sorted(first)), len(parts)))
+        self.computes.append(ComputeStep(index, step.op, swap_ins, swap_outs, tuple(sorted(first))))
 
-    def _pending(self, instructions: Iterable[Instruction]) -> tuple[PendingCall, ...]:
-        return tuple((i, self.statics.of(i.reads, self.addresses)) for i in instructions)
+    def _final_calls(self) -> _PendingCalls:
+        """Return the views that are outputs and belong to no op, with the addresses of outputs that are static."""
+        final: list[Instruction] = []
+        for slot in self.trace.output_slots:
+            if slot in self.views and slot not in self.made and slot not in self.statics.segments:
+                final += [*self._needed_by(self.views[slot]), self.views[slot]]
+                self.made.add(slot)
+        read = (*(slot for i in final for slot in i.reads), *self.trace.output_slots)
+        return _PendingCalls(tuple(final), self._addresses_of(read))
+
+    def _addresses_of(self, slots: Iterable[int]) -> dict[int, Address]:
+        """Return the current addresses of the segments that the static ones among these slots depend on."""
+        segments = self.statics.segments
+        return {s: self.addresses[s] for slot in slots if slot in segments for s in segments[slot]}
 
     def _finished(self, after: Sequence[int], kind: type[Compute] | type[SwapIn] | type[SwapOut]) -> int:
         """Return the number of another lane's steps that must have finished; lanes run in order."""
         return max((self.position[i] + 1 for i in after if isinstance(self.plan.steps[i], kind)), default=0)
 
-    def _calls(self, pending: Iterable[PendingCall], frees: Iterable[tuple[int, ...]]) -> tuple[DraftCall, ...]:
-        return tuple(
-            DraftCall(template_of(instruction, self.device), statics, freed)
-            for (instruction, statics), freed in zip(pending, frees, strict=True)
+    def _drafted(self, pending: _PendingCalls, frees: Iterable[tuple[int, ...]]) -> DraftCalls:
+        calls = tuple(
+            DraftCall(template_of(i, self.device), tuple(r for r in i.reads if r in self.statics.segments), freed)
+            for i, freed in zip(pending.instructions, frees, strict=True)
         )
+        return DraftCalls(calls, pending.addresses, pending.unpacking)
 
     def _nbytes(self, tensor: int) -> int:
         return self.graph.tensors[tensor].nbytes
@@ -255,7 +264,7 @@ class Drafter:
         while pending:
             slot, is_ready = pending.pop()
             view = self.views.get(slot)
-            if view is None or slot in self.made or self.statics.has(slot):
+            if view is None or slot in self.made or slot in self.statics.segments:
                 continue
             if is_ready:
                 self.made.add(slot)
@@ -267,54 +276,6 @@ class Drafter:
             needed.append(instruction)
         return needed
 
-    def _final_views(self) -> list[Instruction]:
-        """Return the views that are outputs and belong to no op."""
-        final: list[Instruction] = []
-        for slot in self.trace.output_slots:
-            if slot in self.views and slot not in self.made and not self.statics.has(slot):
-                final += [*self._needed_by(self.views[slot]), self.views[slot]]
-                self.made.add(slot)
-        return final
-
-
-class _StaticValues:
-    """Parameters and views of parameters, one value per address that they have in the plan."""
-
-    def __init__(self, trace: Trace, manifest: Manifest, device: torch.device) -> None:
-        self.values: list[StaticWeight | DraftCall] = []
-        self._device = device
-        self._views = {i.out: i for i in trace.instructions if i.op is None}
-        self._pieces = {p.name: (n, p) for n, s in enumerate(manifest.segments) for p in s.pieces}
-        self._weights = trace.weight_slots
-        self._segments = {slot: frozenset({self._pieces[w][0]}) for slot, w in trace.weight_slots.items()}
-        """The segments that each static slot depends on."""
-        for i in trace.instructions:
-            if i.op is None and i.reads and all(r in self._segments for r in i.reads):
-                self._segments[i.out] = frozenset().union(*(self._segments[r] for r in i.reads))
-        self._known: dict[tuple[int, tuple[Address, ...]], int] = {}
-
-    def has(self, slot: int) -> bool:
-        return slot in self._segments
-
-    def of(self, slots: Iterable[int], addresses: Mapping[int, Address]) -> Statics:
-        """Return the static slots among `slots`, with their values for segments at these addresses."""
-        return tuple((slot, self._index(slot, addresses)) for slot in slots if slot in self._segments)
-
-    def _index(self, slot: int, addresses: Mapping[int, Address]) -> int:
-        key = (slot, tuple(addresses[s] for s in sorted(self._segments[slot])))
-        if key not in self._known:
-            value = self._make(slot, addresses)
-            self._known[key] = len(self.values)
-            self.values.append(value)
-        return self._known[key]
-
-    def _make(self, slot: int, addresses: Mapping[int, Address]) -> StaticWeight | DraftCall:
-        if slot in self._weights:
-            segment, piece = self._pieces[self._weights[slot]]
-            return StaticWeight(piece, segment, addresses[segment])
-        view = self._views[slot]
-        return DraftCall(template_of(view, self._device), self.of(view.reads, addresses), ())
-
 
 def _required(address: Address | None) -> Address:
     """Return a parameter's address: `build` refuses plans without them."""
@@ -322,11 +283,11 @@ def _required(address: Address | None) -> Address:
     return address
 
 
-def _frees(steps: Sequence[Sequence[PendingCall]], kept: Sequence[int]) -> list[list[tuple[int, ...]]]:
+def _frees(steps: Sequence[Sequence[Instruction]], kept: Sequence[int]) -> list[list[tuple[int, ...]]]:
     """Return, per step and call, the slots whose values the call is the last to use."""
     last: dict[int, tuple[int, int]] = {}
     for n, step in enumerate(steps):
-        for m, (instruction, _) in enumerate(step):
+        for m, instruction in enumerate(step):
             last |= dict.fromkeys((*instruction.reads, instruction.out), (n, m))
     frees: list[list[list[int]]] = [[[] for _ in step] for step in steps]
     for slot, (n, m) in last.items():

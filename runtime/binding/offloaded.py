@@ -29,9 +29,9 @@ class OffloadedTensor:
         self._lock = threading.Lock()
 
     def adopt(self, frame: Frame) -> None:
-        """Take the storage from the result of the op that creates the tensor, or from the run's own copy of an input.
+        """Take the storage from the result of the op that creates the tensor.
 
-        Compute lane, right after that op or at the start. If the op's result is never read, it may be freed already:
+        Compute lane, right after that op. If the op's result is never read, it may be freed already:
         then nothing is copied.
         """
         self._interval, self._users_left = 0, self._users[0]

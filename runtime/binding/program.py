@@ -30,13 +30,13 @@ class Bases:
 class CallGroup:
     """Consecutive compute steps. Only the first waits for other lanes; other lanes wait only for the last."""
 
-    first: ComputeStep[Call]
+    first: ComputeStep
     calls: tuple[Call, ...]
     """The calls of all its steps."""
     steps: int
 
 
-def call_groups(computes: Sequence[ComputeStep[Call]], copies: Iterable[SwapStep]) -> Iterator[CallGroup]:
+def call_groups(computes: Sequence[ComputeStep], copies: Iterable[SwapStep]) -> Iterator[CallGroup]:
     """Join compute steps between which no lane waits for another. Only `copies` wait for compute steps."""
     awaited, start, seen = {copy.computes_before for copy in copies}, 0, (0, 0)
     for n, step in enumerate(computes):
@@ -49,7 +49,7 @@ def call_groups(computes: Sequence[ComputeStep[Call]], copies: Iterable[SwapStep
         yield _call_group(computes[start:])
 
 
-def _call_group(computes: Sequence[ComputeStep[Call]]) -> CallGroup:
+def _call_group(computes: Sequence[ComputeStep]) -> CallGroup:
     return CallGroup(computes[0], tuple(call for step in computes for call in step.calls), len(computes))
 
 
@@ -71,7 +71,7 @@ class Program:
     graph: Graph
     draft: Draft
     """Models of a family may share it, so its graph may have the name of another one."""
-    computes: tuple[ComputeStep[Call], ...]
+    computes: tuple[ComputeStep, ...]
     swap_ins: tuple[SwapStep, ...]
     swap_outs: tuple[SwapStep, ...]
     offloaded: tuple[OffloadedTensor, ...]

@@ -1,6 +1,6 @@
 """Determines which tensors leave memory in a plan, and when each is in memory.
 
-A tensor is in memory from the op that creates it, from a swap-in, or from the start, until its drop: an *interval*.
+A tensor is in memory from the op that creates it, or from a swap-in, until its drop: an *interval*.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from cohabit.planner.graph import Graph
-from cohabit.planner.lifetimes import START, LiveRange, live_ranges
+from cohabit.planner.lifetimes import LiveRange, live_ranges
 from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.trace import Trace
@@ -20,8 +20,6 @@ from cohabit.runtime.lowering.trace import Trace
 class SpillInterval:
     """One interval in memory. Compute steps of the plan are counted from 0."""
 
-    maker: int | None
-    """The compute step that creates the tensor; None if it is swapped in, or present at the start."""
     last_use: int
     """The last compute step that uses it; -1 if none does."""
     swap_outs: int
@@ -37,16 +35,16 @@ class SpillInterval:
 
 @dataclass(frozen=True, slots=True)
 class Spill:
-    """A swapped activation or input, whose storage is resized while a program runs."""
+    """A swapped activation, whose storage is resized while a program runs."""
 
     tensor: int
     nbytes: int
+    maker: int
+    """The compute step that creates it."""
     slot: int
-    """Slot of the result that has the tensor's storage, or of the input."""
+    """Slot of the result that has the tensor's storage."""
     leaf: int
     """Index of the tensor in that result."""
-    at_start: bool
-    """Whether it is an input."""
     intervals: tuple[SpillInterval, ...]
 
 
@@ -85,19 +83,20 @@ def _spill(
             )
         intervals.append(
             SpillInterval(
-                maker=number.get(live.start),
                 last_use=max(uses, default=-1),
                 swap_outs=swap_outs,
                 frees_storage=is_dropped and returns,
             )
         )
-    return Spill(tensor, what.nbytes, slot, leaf, lives[0].start == START, tuple(intervals))
+    return Spill(tensor, what.nbytes, number[lives[0].start], slot, leaf, tuple(intervals))
 
 
 def _place(graph: Graph, trace: Trace, tensor: int) -> tuple[int, int]:
     """Return the slot whose value has a tensor's storage, and the tensor's index in that value."""
     if graph.tensors[tensor].kind == "input":
-        return trace.input_slots[graph.inputs.index(tensor)], 0
+        raise UnsupportedPlan(
+            f"{graph.name}: the plan swaps out input {graph.tensors[tensor].name}; plan with inputs in memory"
+        )
     op = next(k for k, op in enumerate(graph.ops) if tensor in op.writes)
     maker = next(i for i in trace.instructions if i.op == op)
     if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((maker.args, maker.kwargs))):

@@ -9,7 +9,7 @@ import torch
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import NOISY, Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.backend import OnProgress
+from cohabit.runtime.backend import Backend, OnProgress
 from cohabit.runtime.binding.build import build
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
@@ -29,15 +29,13 @@ from cohabit.runtime.stores.pages import HUGE_PAGES_SETTING, Bytes, huge_pages_a
 _log = logging.getLogger("cohabit.runtime")
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """`link_bandwidth_bytes_per_s` limits the speed of copies, to emulate another bus or flash.
 
     `verify_reads` checks all reads from weights files against their checksums. `lost_on_change`: see `CpuExecutor`.
     """
 
     name = "cpu"
-    pinned_memory = None
-    outside_bytes = None
 
     def __init__(
         self,
@@ -62,11 +60,7 @@ class CpuBackend:
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[Bytes]:
         store = open_store(kind, path, manifest, verify_reads=self._verify_reads)
-        return store if self._bandwidth is None else LimitedStore(store, self._bandwidth, links=self._links)
-
-    @property
-    def executor(self) -> CpuExecutor:
-        return self.executors(1)[0]
+        return store if self._bandwidth is None else LimitedStore(store, self._bandwidth, self._links)
 
     def executors(self, count: int) -> Sequence[CpuExecutor]:
         """Return one executor per compute lane, started on first use."""

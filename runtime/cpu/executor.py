@@ -7,15 +7,12 @@ finished, and an event is a value of a counter.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from types import TracebackType
 
 import torch
 
-from cohabit.planner.plan import Timeline
-from cohabit.runtime.backend import Capture, Result
-from cohabit.runtime.binding.calls import Call
+from cohabit.runtime.backend import Executor, Result
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
 from cohabit.runtime.binding.program import CallGroup, Program, Residence
 from cohabit.runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
@@ -27,15 +24,7 @@ PIECE_BYTES = 4 << 20
 """Size of a piece: it saturates a link, and at 5 GB/s delays other programs by less than a millisecond."""
 
 
-@dataclass(slots=True)
-class _Restored:
-    """A residence's last run, and the ticket of each resident that it restores."""
-
-    run: LaneRun
-    tickets: dict[int, int]
-
-
-class CpuExecutor:
+class CpuExecutor(Executor):
     """Runs programs one at a time, for one calling thread at a time.
 
     With `lost_on_change`, a changed weights file counts as a lost device; otherwise runs that read it fail.
@@ -44,11 +33,14 @@ class CpuExecutor:
     def __init__(self, *, lost_on_change: bool = True) -> None:
         self._lost_on_change = lost_on_change
         self._computes = Counter()
-        self._swap_in = SwapLane("swap-in", self._computes)
-        self._swap_out = SwapLane("swap-out", self._computes)
-        self._swap_in.pair(lambda run, count: self._swap_out.done.wait(run.swap_out_ticket(count)))
-        self._swap_out.pair(lambda run, count: self._swap_in.done.wait(run.swap_in_ticket(count)))
-        self._restored: dict[Residence, _Restored] = {}
+        self._swap_in = SwapLane(
+            "swap-in", self._computes, lambda run, count: self._swap_out.done.wait(run.swap_out_ticket(count))
+        )
+        self._swap_out = SwapLane(
+            "swap-out", self._computes, lambda run, count: self._swap_in.done.wait(run.swap_in_ticket(count))
+        )
+        self._restored: dict[Residence, LaneRun] = {}
+        """Last run of each residence that has copies."""
         self._lost: str | None = None
         self._stale: set[Residence] = set()
         """Residents that may be wrong: a copy failed, or another model used their memory."""
@@ -57,9 +49,7 @@ class CpuExecutor:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self) -> None:
@@ -93,7 +83,7 @@ class CpuExecutor:
         return seconds
 
     def begin_load(self, program: Program, recording: Recording | None = None) -> Callable[[], float]:
-        """Queue the copies of a program's residents. See `runtime.backend.ProgramExecutor`."""
+        """Queue the copies of a program's residents. See `runtime.backend.Executor`."""
         self._restored.pop(program.residence, None)
         run = self._new_run(recording)
         self._swap_in.submit(run, program.residents)
@@ -109,9 +99,6 @@ class CpuExecutor:
             return time.perf_counter() - start_s
 
         return wait
-
-    def foresee(self, program: Program) -> None:
-        """Do nothing: residents are loaded, and plans swap in to workspace, which the running program uses."""
 
     def load_in_pieces(self, programs: Sequence[Program]) -> Iterator[None]:
         """Load the residents that one model's programs share, about `PIECE_BYTES` per step of the iterator.
@@ -139,24 +126,10 @@ class CpuExecutor:
         """Release a program that will not run again: its spill buffers, after its copies."""
         self.settle()
         restored = self._restored.pop(program.residence, None)
-        if restored is not None and not restored.run.failed.isdisjoint(restored.tickets):
+        if restored is not None and not restored.failed.isdisjoint(restored.restores):
             self._stale.add(program.residence)  # another program may have the same residents
         for tensor in program.offloaded:
             tensor.close()
-
-    def launches_ahead(self, program: Program) -> bool:
-        """Return False: the calling thread computes."""
-        return False
-
-    def begin(
-        self, program: Program, inputs: Sequence[torch.Tensor], *, on_recording: OnRecording | None = None
-    ) -> Result:
-        """Run an inference."""
-        return self.run(program, inputs, on_recording=on_recording)
-
-    def capture(self, program: Program) -> Capture | None:
-        """Return None: a CPU has no graphs."""
-        return None
 
     def settle(self) -> None:
         """Wait until the swap-in lane is idle."""
@@ -170,7 +143,7 @@ class CpuExecutor:
         traced: bool = False,
         on_recording: OnRecording | None = None,
     ) -> Result:
-        """Run one inference. See `runtime.backend.ProgramRunner`; `traced` runs op by op and times each.
+        """Run one inference. See `runtime.backend.Runner`; `traced` runs op by op and times each.
 
         Residents are restored even if a copy or a kernel fails. A resident that the last run could not restore is
         copied again before it is read; this run fails only if that copy fails, too. `on_recording` is always called.
@@ -183,11 +156,6 @@ class CpuExecutor:
         frame = program.new_frame()
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
-        for offloaded in program.offloaded:
-            if offloaded.spill.at_start:
-                slot = offloaded.spill.slot
-                frame[slot] = frame[slot].clone()  # the caller's tensor keeps its bytes
-                offloaded.adopt(frame)
         # `_submit` replaces the last run, whose restores this run still waits for.
         restored = self._restored.get(program.residence)
         self._submit(program, run)
@@ -215,7 +183,10 @@ class CpuExecutor:
                 run.hand_over = partial(on_recording, recording)
                 self._swap_in.finish(run)
         latency_s = time.perf_counter() - run.start_s
-        timeline = self._timeline(program, run, recording) if traced and recording is not None else None
+        timeline = None
+        if traced and recording is not None:
+            self.settle()
+            timeline = recording.timeline(run.start_s)
         return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
 
     def _new_run(self, recording: Recording | None) -> LaneRun:
@@ -232,8 +203,8 @@ class CpuExecutor:
             self._swap_out.start()
             self._swap_out.submit(run, program.swap_outs)
         if program.swap_ins or program.swap_outs:
-            tickets = {tensor: run.swap_in_ticket(index + 1) for tensor, index in program.draft.restored.items()}
-            self._restored[program.residence] = _Restored(run, tickets)
+            run.restores = {t: run.swap_in_ticket(index + 1) for t, index in program.draft.restored.items()}
+            self._restored[program.residence] = run
 
     def _settle_offloaded(self, program: Program, run: LaneRun) -> None:
         """Wait until no lane uses offloaded activations, and drop them, also after a failure.
@@ -250,7 +221,7 @@ class CpuExecutor:
         program: Program,
         run: LaneRun,
         frame: Frame,
-        restored: _Restored | None,
+        restored: LaneRun | None,
     ) -> float:
         """Run the compute steps, one by one if recorded, else in groups. Returns the seconds spent waiting."""
         stall_s = 0.0
@@ -264,14 +235,14 @@ class CpuExecutor:
             if program.copies_inline and self._swap_in.submitted < ticket:
                 copied = self._swap_in.submitted - run.swap_in_base
                 stall_s += self._swap_in.copy_here(run, program.swap_ins[copied : step.swap_ins_before])
-            if restored is not None and restored.tickets:
-                ticket = max(ticket, *(restored.tickets.get(t, 0) for t in step.first_reads), 0)
+            if restored is not None and restored.restores:
+                ticket = max(ticket, *(restored.restores.get(t, 0) for t in step.first_reads), 0)
             if self._swap_in.done.value < ticket:
                 stall_s += _wait(self._swap_in, ticket, step, run)
             if step.swap_outs_before and self._swap_out.done.value < run.swap_out_ticket(step.swap_outs_before):
                 stall_s += _wait(self._swap_out, run.swap_out_ticket(step.swap_outs_before), step, run)
-            if restored is not None and restored.run.failed:
-                _restore_again(program, step, restored.run, run)
+            if restored is not None and restored.failed:
+                _restore_again(program, step, restored, run)
             if run.error is not None:
                 break
             start = time.perf_counter()
@@ -285,14 +256,14 @@ class CpuExecutor:
                 self._computes.advance(finished)
         return stall_s
 
-    def _raise_if_failed(self, program: Program, run: LaneRun, restored: _Restored | None) -> None:
+    def _raise_if_failed(self, program: Program, run: LaneRun, restored: LaneRun | None) -> None:
         """Raise DeviceError if a copy of this run failed, or a restore by the last run that was not repeated.
 
         The model's next run reloads its residents.
         """
         error = run.error
-        if error is None and restored is not None and not restored.run.failed.isdisjoint(restored.tickets):
-            error = restored.run.error
+        if error is None and restored is not None and not restored.failed.isdisjoint(restored.restores):
+            error = restored.error
         if error is not None:
             self._stale.add(program.residence)
             self._note_loss(error)
@@ -302,14 +273,8 @@ class CpuExecutor:
         if isinstance(error, StoreChanged) and self._lost_on_change:
             self._lost = self._lost or str(error)
 
-    def _timeline(self, program: Program, run: LaneRun, recording: Recording) -> Timeline:
-        self.settle()
-        spans = recording.measured(run.start_s)
-        latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
-        return Timeline(spans, latency_s, None, program.link_bytes)
 
-
-def _restore_again(program: Program, step: ComputeStep[Call], last: LaneRun, run: LaneRun) -> None:
+def _restore_again(program: Program, step: ComputeStep, last: LaneRun, run: LaneRun) -> None:
     """Repeat failed copies of the last run, for residents that a step is about to read for the first time.
 
     Until then, nothing else uses their addresses.
@@ -324,7 +289,7 @@ def _restore_again(program: Program, step: ComputeStep[Call], last: LaneRun, run
                 last.failed.discard(resident.tensor)
 
 
-def _wait(lane: SwapLane, ticket: int, step: ComputeStep[Call], run: LaneRun) -> float:
+def _wait(lane: SwapLane, ticket: int, step: ComputeStep, run: LaneRun) -> float:
     """Wait for a swap lane before a step. Returns the seconds."""
     start = time.perf_counter()
     lane.done.wait(ticket)

@@ -5,7 +5,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cohabit.runtime.binding.draft import SwapStep
@@ -65,6 +65,8 @@ class LaneRun:
     """Error of the first failed copy."""
     failed: set[int] = field(default_factory=set)
     """Tensors whose copy failed and has not been repeated."""
+    restores: Mapping[int, int] = field(default_factory=dict)
+    """Ticket of each initial resident that this run restores."""
     recording: Recording | None = None
     """Times of the steps; None if the run is not recorded."""
     hand_over: Callable[[], None] | None = None
@@ -87,21 +89,18 @@ class LaneRun:
 class SwapLane:
     """A thread that makes prepared copies in the order of their submission."""
 
-    def __init__(self, name: str, computes: Counter) -> None:
+    def __init__(self, name: str, computes: Counter, wait_for_others: Callable[[LaneRun, int], None]) -> None:
+        """`wait_for_others` waits for a number of a run's steps on the other swap lane."""
         self.done = Counter()
         self.submitted = 0
         self.busy_s = 0.0
         self._computes = computes
-        self._wait_for_others: Callable[[LaneRun, int], None] | None = None
+        self._wait_for_others = wait_for_others
         self._queue: deque[tuple[LaneRun, Sequence[SwapStep]]] = deque()
         self._wake = threading.Semaphore(0)
         self._closing = False
         self._name = name
         self._thread: threading.Thread | None = None
-
-    def pair(self, wait_for_others: Callable[[LaneRun, int], None]) -> None:
-        """Set the function that waits for a number of a run's steps on the other swap lane. Call before `start`."""
-        self._wait_for_others = wait_for_others
 
     def start(self) -> None:
         """Start the thread, unless it is running."""
@@ -152,7 +151,6 @@ class SwapLane:
     def _copy(self, run: LaneRun, step: SwapStep) -> None:
         self._computes.wait(run.compute_base + step.computes_before)
         if step.others_before:
-            assert self._wait_for_others is not None
             self._wait_for_others(run, step.others_before)
         start = time.perf_counter()
         try:

@@ -4,14 +4,14 @@ import math
 
 import torch
 
-from cohabit.runtime.cuda.api import Driver
+from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.memory import require_inside
 
 
 class CudaArena:
     """Device memory allocated once, outside torch's allocator."""
 
-    def __init__(self, driver: Driver, nbytes: int) -> None:
+    def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         self.nbytes = nbytes
         self.device = driver.device
         self._driver = driver

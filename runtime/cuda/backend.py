@@ -10,11 +10,11 @@ import torch
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.backend import OnProgress
+from cohabit.runtime.backend import Backend, OnProgress
 from cohabit.runtime.binding.build import build
 from cohabit.runtime.binding.program import Bases
-from cohabit.runtime.cuda.api import Driver
 from cohabit.runtime.cuda.arena import CudaArena
+from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.cuda.executor import CudaExecutor, SharedDevice
 from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.profiling.measure import measured
@@ -31,14 +31,16 @@ from cohabit.runtime.stores.pinned import PinnedMemory, default_limit_bytes
 _log = logging.getLogger("cohabit.cuda")
 
 
-class CudaBackend:
+class CudaBackend(Backend):
     """One device. `pinned_limit_bytes` caps pinned host memory: models beyond it pass through a staging ring.
 
     `verify_reads` checks all reads from weights files against their checksums.
     """
 
+    pinned_memory: PinnedMemory
+
     def __init__(
-        self, driver: Driver, pinned_limit_bytes: int | None = None, *, verify_reads: bool = False
+        self, driver: CudaDriver, pinned_limit_bytes: int | None = None, *, verify_reads: bool = False
     ) -> None:
         self.driver = driver
         self._verify_reads = verify_reads
@@ -48,15 +50,11 @@ class CudaBackend:
         self._ring = Ring(driver, self.pinned_memory)
         self._shared = SharedDevice()
         self._executors = [CudaExecutor(self.streams, self._shared)]
-        self.executor.start()
+        self._executors[0].start()
 
     @property
     def outside_bytes(self) -> int:
         return self._shared.outside_bytes
-
-    @property
-    def executor(self) -> CudaExecutor:
-        return self._executors[0]
 
     def executors(self, count: int) -> Sequence[CudaExecutor]:
         """Return one executor per compute lane, each with its own streams."""

@@ -7,8 +7,8 @@ own: their first request is issued kernel by kernel, the second is captured, whi
 
 import logging
 
-from cohabit.runtime.cuda.api import CapturedGraph
 from cohabit.runtime.cuda.buffers import Shapes
+from cohabit.runtime.cuda.driver import CudaGraph
 from cohabit.runtime.cuda.issue import Streams, issue_inference
 from cohabit.runtime.cuda.program import CudaProgram, SizedGraph
 from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
@@ -72,22 +72,22 @@ def capture_sized(streams: Streams, program: CudaProgram, shapes: Shapes) -> Non
         streams.driver.release([sized.pop(next(iter(sized))).graph])
 
 
-def _captured(streams: Streams, program: CudaProgram) -> CapturedGraph:
+def _captured(streams: Streams, program: CudaProgram) -> CudaGraph:
     driver, frame = streams.driver, program.new_frame()
     perform = program.performing(driver, frame)
     with driver.on(streams.compute):
         return driver.capture(program.pool, lambda: issue_inference(streams, program, frame, perform))
 
 
-def _captured_residents(streams: Streams, program: CudaProgram) -> CapturedGraph | None:
+def _captured_residents(streams: Streams, program: CudaProgram) -> CudaGraph | None:
     """Return the copies of initial residents as a graph; None if there are none."""
-    commands = program.schedule.residents
-    if not commands:
+    copies = program.schedule.residents
+    if not copies:
         return None
 
     def issue() -> None:
-        for command in commands:
-            program.copies[command.index]()
+        for copy in copies:
+            program.copies[copy]()
 
     with streams.driver.on(streams.swap_in):
         return streams.driver.capture(program.pool, issue)

@@ -22,17 +22,14 @@ One thread can issue the commands in their order: each record precedes its waits
 deallocated in the compute stream's order, so that the allocator may reuse their bytes for later work.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf
-from operator import itemgetter
 from typing import Literal
 
-from cohabit.planner.plan import Compute, Drop, Lane, SwapIn, SwapOut
+from cohabit.planner.plan import Drop, Lane, SwapIn, SwapOut
 from cohabit.planner.profile import Link, Profile
-from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
 from cohabit.runtime.binding.program import Program
 
@@ -93,8 +90,9 @@ class IssueSchedule:
     """One inference, and the copies between inferences. The epilogue starts after the outputs are ready."""
 
     inference: Commands
-    epilogue: Commands
-    residents: Commands
+    epilogue: range
+    """Indices into `copies`, as in `residents`."""
+    residents: range
     copies: tuple[Copy, ...]
     events: int
     """Number of the inference's events."""
@@ -136,12 +134,11 @@ class Forecast:
         profile, swap_ins = program.draft.profile, len(program.swap_ins)
         if profile is None:
             return Forecast([0.0] * (len(program.computes) + 1), [0.0] * swap_ins, [-inf] * swap_ins)
-        ops = iter([profile.op_seconds[s.op] for s in program.plan.steps if isinstance(s, Compute)])
         tensors, slowdown = program.graph.tensors, profile.swap_slowdown
         copy_s = [profile.link_of(tensors[s.tensor]).seconds(s.nbytes) * slowdown for s in program.swap_ins]
         ends_s, arrivals_s, needed_s = [0.0], list[float](), [inf] * swap_ins
         awaited = 0
-        steps: list[ComputeStep[Call] | SwapStep] = [*program.computes, *program.swap_ins]
+        steps: list[ComputeStep | SwapStep] = [*program.computes, *program.swap_ins]
         for step in sorted(steps, key=lambda s: s.step):
             if isinstance(step, SwapStep):
                 begin_s = max(arrivals_s[-1] if arrivals_s else 0.0, ends_s[step.computes_before])
@@ -151,7 +148,7 @@ class Forecast:
             for swap_in in range(awaited, step.swap_ins_before):
                 needed_s[swap_in] = begin_s
             awaited = max(awaited, step.swap_ins_before)
-            ends_s.append(begin_s + next(ops))
+            ends_s.append(begin_s + profile.op_seconds[step.op])
         latest_s = needed_s
         for n in reversed(range(swap_ins - 1)):
             latest_s[n] = min(latest_s[n], latest_s[n + 1] - copy_s[n + 1])
@@ -170,67 +167,56 @@ def schedule(program: Program, *, join: bool = True) -> IssueSchedule:
     needed = max(needed, program.last_copy_back)
     copies: list[Copy] = []
     inference, events = _commands(program, needed, joining, copies)
-    epilogue = joined(program.swap_ins[needed:], needed, joining)
-    residents = joined(program.residents, 0, joining)
+    in_inference = len(copies)
+    copies.extend(joined(program.swap_ins[needed:], needed, joining))
+    with_epilogue = len(copies)
+    copies.extend(joined(program.residents, 0, joining))
     return IssueSchedule(
         inference,
-        _append_copies(copies, epilogue),
-        _append_copies(copies, residents),
+        epilogue=range(in_inference, with_epilogue),
+        residents=range(with_epilogue, len(copies)),
         copies=tuple(copies),
         events=events,
     )
 
 
-def _append_copies(copies: list[Copy], more: Iterable[Copy]) -> Commands:
-    """Append copies to the table. Returns the commands that issue them."""
-    start = len(copies)
-    copies.extend(more)
-    return tuple(Command("swap_in", "copy", n) for n in range(start, len(copies)))
-
-
-_Progress = tuple[int, int]
-"""Progress of a lane: (number of its steps that have ended, allocations and deallocations since the last of them)."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _PlannedCommand:
-    """A command, the index of its step in the plan, and the progress of other lanes that it waits for."""
+    """A command, the index of its step in the plan, and the commands of other lanes that it waits for."""
 
     step: int
     command: Command
-    needs: dict[Lane, _Progress]
-    ends: _Progress
-    """Progress of its own lane once it has ended."""
-
-
-_NO_PROGRESS: _Progress = (0, 0)
+    waits: list["_PlannedCommand"] = field(default_factory=list)
 
 
 def _commands(program: Program, end: int, joining: Joining | None, copies: list[Copy]) -> tuple[Commands, int]:
     """Return the commands of ops, swap-outs and the first `end` swap-ins, and the event count. Appends to `copies`."""
     planned = sorted(_planned_commands(program, end, joining, copies), key=lambda p: p.step)
-    waits = _waits(planned)
+    # A lane waits for each command once.
+    awaited: dict[Lane, set[_PlannedCommand]] = {lane: set() for lane in LANES}
+    for item in planned:
+        before = awaited[item.command.lane]
+        item.waits = [other for other in item.waits if other not in before]
+        before.update(item.waits)
     # An event for each command that another one waits for.
-    waited = sorted({position for positions in waits.values() for position in positions})
-    events = {position: n for n, position in enumerate(waited, FORK + 1)}
+    events = {p: n for n, p in enumerate((p for p in planned if any(p in a for a in awaited.values())), FORK + 1)}
     count = FORK + 1 + len(events)
     # Copy lanes whose first copy waits for nothing else wait for the inference's start.
-    first = {lane: next((n for n, p in enumerate(planned) if p.command.lane == lane), None) for lane in LANES[1:]}
-    early = [lane for lane, position in first.items() if position is not None and position not in waits]
+    by_lane = {lane: [p for p in planned if p.command.lane == lane] for lane in LANES[1:]}
+    early = [lane for lane, own in by_lane.items() if own and not own[0].waits]
     issued = [Command("compute", "record", FORK)] if early else []
     issued += [Command(lane, "wait", FORK) for lane in early]
-    for position, item in enumerate(planned):
+    recorded: set[_PlannedCommand] = set()
+    for item in planned:
         lane = item.command.lane
-        issued += [Command(lane, "wait", events[other]) for other in waits.get(position, ())]
+        assert recorded.issuperset(item.waits), "a plan waits for a later step"
+        issued += [Command(lane, "wait", events[other]) for other in item.waits]
         issued.append(item.command)
-        if position in events:
-            issued.append(Command(lane, "record", events[position]))
-    for lane in LANES[1:]:  # a graph must end on one lane
-        last = max((n for n, p in enumerate(planned) if p.command.lane == lane), default=None)
-        by_compute = {
-            other for n, others in waits.items() if planned[n].command.lane == "compute" for other in others
-        }
-        if last is not None and last not in by_compute:
+        if item in events:
+            issued.append(Command(lane, "record", events[item]))
+            recorded.add(item)
+    for lane, own in by_lane.items():  # a graph must end on one lane
+        if own and own[-1] not in awaited["compute"]:
             issued += [Command(lane, "record", count), Command("compute", "wait", count)]
             count += 1
     return tuple(issued), count
@@ -238,40 +224,39 @@ def _commands(program: Program, end: int, joining: Joining | None, copies: list[
 
 def _planned_commands(
     program: Program, end: int, joining: Joining | None, copies: list[Copy]
-) -> Iterator[_PlannedCommand]:
-    """Yield commands lane by lane, the compute lane's first: a stable sort by step keeps them first in each step."""
-    for index, compute in enumerate(program.computes):
-        needs: dict[Lane, _Progress] = {
-            "swap_in": (min(compute.swap_ins_before, end), 0),
-            "swap_out": (compute.swap_outs_before, 0),
-        }
-        yield _PlannedCommand(compute.step, Command("compute", "compute", index), needs, (index + 1, 0))
-    allocated: dict[int, _Progress] = {}
-    for change in _allocations(program):
-        allocated[change.step] = change.ends
-        yield change
+) -> list[_PlannedCommand]:
+    """Return commands lane by lane, the compute lane's first: a stable sort by step keeps them first in each step."""
+    ops = [_PlannedCommand(c.step, Command("compute", "compute", n)) for n, c in enumerate(program.computes)]
+    outs = [_PlannedCommand(s.step, Command("swap_out", "copy_out", n)) for n, s in enumerate(program.swap_outs)]
+    changes = _allocations(program, outs)
+    ins: list[_PlannedCommand] = []
+    """Of each swap-in; those of a joined copy have the same one."""
     forecast = Forecast.of(program)
     for first, part in _split_by_destination(program.swap_ins[:end]):
         if part[0].offloaded is not None:
             at_step = part[0].step
-            command = Command("swap_in", "copy_back", first)
-            yield _PlannedCommand(at_step, command, {"compute": allocated[at_step]}, (first + 1, 0))
+            ins.append(_PlannedCommand(at_step, Command("swap_in", "copy_back", first), [changes[at_step]]))
             continue
         for copy in joined(part, first, joining, forecast):
             steps = program.swap_ins[copy.first : copy.last]
-            computes, outs = max(s.computes_before for s in steps), max(s.others_before for s in steps)
-            needs = {"compute": (computes, 0), "swap_out": (outs, 0)}
+            waits = [
+                *_last_of(ops, max(s.computes_before for s in steps)),
+                *_last_of(outs, max(s.others_before for s in steps)),
+            ]
             # As early as its waits allow: ops that need its first swap-in may precede the step of its last swap-in.
-            at_step = max(
-                steps[0].step,
-                program.computes[computes - 1].step if computes else -1,
-                program.swap_outs[outs - 1].step if outs else -1,
-            )
-            (command,) = _append_copies(copies, [copy])
-            yield _PlannedCommand(at_step, command, needs, (copy.last, 0))
-    for index, step in enumerate(program.swap_outs):
-        needs = {"compute": (step.computes_before, 0), "swap_in": (step.others_before, 0)}
-        yield _PlannedCommand(step.step, Command("swap_out", "copy_out", index), needs, (index + 1, 0))
+            at_step = max([steps[0].step, *(other.step for other in waits)])
+            ins += [_PlannedCommand(at_step, Command("swap_in", "copy", len(copies)), waits)] * len(steps)
+            copies.append(copy)
+    for op, compute in zip(ops, program.computes, strict=True):
+        op.waits = [*_last_of(ins, compute.swap_ins_before), *_last_of(outs, compute.swap_outs_before)]
+    for out, step in zip(outs, program.swap_outs, strict=True):
+        out.waits = [*_last_of(ops, step.computes_before), *_last_of(ins, step.others_before)]
+    return [*ops, *changes.values(), *dict.fromkeys(ins), *outs]
+
+
+def _last_of(lane: Sequence[_PlannedCommand], count: int) -> Sequence[_PlannedCommand]:
+    """Return the last of the first `count` commands of a lane, if any."""
+    return lane[count - 1 : count] if count else ()
 
 
 def _split_by_destination(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, Sequence[SwapStep]]]:
@@ -289,46 +274,26 @@ def _split_by_destination(swap_ins: Sequence[SwapStep]) -> Iterator[tuple[int, S
         start += len(steps)
 
 
-def _allocations(program: Program) -> Iterator[_PlannedCommand]:
-    """Yield the deallocations and allocations of offloaded tensors, at their drops and swap-ins in the plan.
+def _allocations(program: Program, outs: Sequence[_PlannedCommand]) -> dict[int, _PlannedCommand]:
+    """Return the deallocations and allocations of offloaded tensors by step: their drops and swap-ins in the plan.
 
     Bytes are deallocated after the copy out. The copy that fills allocated bytes waits until the compute stream reaches
     the allocation: all earlier work on these bytes was issued to that stream before.
     """
     number = {t.spill.tensor: n for n, t in enumerate(program.offloaded)}
-    copied_out = dict.fromkeys(number, 0)
     frees = {t.spill.tensor: iter([i.frees_storage for i in t.spill.intervals]) for t in program.offloaded}
-    outs = {s.step: n + 1 for n, s in enumerate(program.swap_outs)}
-    ended: _Progress = _NO_PROGRESS
+    copies_out = {s.step: out for s, out in zip(program.swap_outs, outs, strict=True)}
+    copied_out: dict[int, _PlannedCommand] = {}
+    changes: dict[int, _PlannedCommand] = {}
     for index, step in enumerate(program.plan.steps if number else ()):
-        if isinstance(step, Compute):
-            ended = (ended[0] + 1, 0)
-        elif isinstance(step, SwapOut):
-            copied_out[step.tensor] = outs[index]
+        if isinstance(step, SwapOut):
+            copied_out[step.tensor] = copies_out[index]
         elif isinstance(step, SwapIn) and step.tensor in number:
-            ended = (ended[0], ended[1] + 1)
-            yield _PlannedCommand(index, Command("compute", "allocate", number[step.tensor]), {}, ended)
+            changes[index] = _PlannedCommand(index, Command("compute", "allocate", number[step.tensor]))
         elif isinstance(step, Drop) and step.tensor in number and next(frees[step.tensor]):
-            ended = (ended[0], ended[1] + 1)
-            needs: dict[Lane, _Progress] = {"swap_out": (copied_out[step.tensor], 0)}
-            yield _PlannedCommand(index, Command("compute", "deallocate", number[step.tensor]), needs, ended)
-
-
-def _waits(planned: Sequence[_PlannedCommand]) -> dict[int, list[int]]:
-    """Return the positions that each command waits for. A lane waits for each position once."""
-    ends = {lane: [(p.ends, n) for n, p in enumerate(planned) if p.command.lane == lane] for lane in LANES}
-    waited: set[tuple[Lane, int]] = set()
-    waits: dict[int, list[int]] = {}
-    for position, item in enumerate(planned):
-        for lane, needed in item.needs.items():
-            if needed == _NO_PROGRESS:
-                continue
-            _, other = ends[lane][bisect_left(ends[lane], needed, key=itemgetter(0))]
-            assert other < position, "a plan waits for a later step"
-            if (item.command.lane, other) not in waited:
-                waited.add((item.command.lane, other))
-                waits.setdefault(position, []).append(other)
-    return waits
+            command = Command("compute", "deallocate", number[step.tensor])
+            changes[index] = _PlannedCommand(index, command, [copied_out[step.tensor]])
+    return changes
 
 
 def joined(

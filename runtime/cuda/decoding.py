@@ -14,7 +14,8 @@ from functools import partial
 
 import torch
 
-from cohabit.runtime.cuda.api import SLOT_BYTES, Driver, Staging
+from cohabit.runtime.cuda.driver import CudaDriver
+from cohabit.runtime.cuda.staging import SLOT_BYTES, Staging
 from cohabit.runtime.lowering.encoding.codec import HALVES, PART, Codec, encoded_bytes, int8_blocks
 from cohabit.runtime.lowering.weights import Segment
 
@@ -59,7 +60,12 @@ class EncodedCopy:
     """Callable that copies and decodes consecutive segments of pinned memory."""
 
     def __init__(
-        self, driver: Driver, host: torch.Tensor, segments: Sequence[Segment], destination: torch.Tensor, turn: int
+        self,
+        driver: CudaDriver,
+        host: torch.Tensor,
+        segments: Sequence[Segment],
+        destination: torch.Tensor,
+        turn: int,
     ) -> None:
         """`host`: the weights file's bytes, pinned. `destination`: the segments' memory, consecutive.
 
@@ -89,6 +95,7 @@ class EncodedCopy:
                 driver.record(start)
                 for unused in staging.slots:
                     unused.free = start
+            assert slot.free is not None
             arrival, here = self._arrival(group, slot.memory, staging.captured), driver.event()
             with driver.on(staging.link):
                 driver.wait(slot.free)

@@ -1,4 +1,9 @@
-"""CUDA through torch: streams, events, copies, pinned memory, pools, graphs, and NVML for memory in use."""
+"""CUDA through torch: streams, events, copies, pinned memory, pools, graphs, and NVML for memory in use.
+
+Work is issued to the calling thread's current stream. Each stream runs its work in order; only events order work of
+different streams. An event stands for the work issued to its stream before the event's last record. A wait issued
+before that record waits for nothing.
+"""
 
 import atexit
 import gc
@@ -8,6 +13,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,8 +21,8 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 
 from cohabit.planner.errors import format_bytes
-from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, Kernels, Staging
 from cohabit.runtime.cuda.pools import CarvedPool, close_open_pools
+from cohabit.runtime.cuda.staging import LANE_BYTES, CaptureStaging, LaneStaging, Staging
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 from cohabit.runtime.options import Tf32
 from cohabit.runtime.stores.libcuda import OutOfDeviceMemory
@@ -39,6 +45,7 @@ _graphs: "WeakSet[CudaGraph]" = WeakSet()
 """Open graphs. They keep their pools."""
 _drivers: dict[int, "CudaDriver"] = {}
 _opening = threading.Lock()
+Kernels = Callable[[], None]
 
 
 @atexit.register
@@ -49,8 +56,20 @@ def _close_at_exit() -> None:
     close_open_pools()
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes of device memory: total, free, and held by this process (None if unknown)."""
+
+    total_bytes: int
+    free_bytes: int
+    process_bytes: int | None
+
+
 class CudaDriver(HostPinning):
-    """One device, by torch's index. A process has one driver for each."""
+    """One device, by torch's index. A process has one driver for each. Tests have an adversarial fake.
+
+    Errors of the device raise RuntimeError, perhaps from a later call than the failing one.
+    """
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -64,7 +83,7 @@ class CudaDriver(HostPinning):
         self._thread = threading.local()
         self._adopted: WeakKeyDictionary[threading.Thread, set[int]] = WeakKeyDictionary()
         """Adopted compute streams by thread object: Linux reuses thread ids."""
-        self._staging: dict[int, _LaneStaging] = {}
+        self._staging: dict[int, LaneStaging] = {}
         """By decoding stream."""
         self._libraries: Any = _cuda.MemPool()
         """Handles and workspaces of libraries. Torch 2.12 releases a stream's cuBLAS workspaces with any graph of that
@@ -96,6 +115,10 @@ class CudaDriver(HostPinning):
     # Streams and events
 
     def adopt_thread(self, compute: torch.cuda.Stream) -> None:
+        """Prepare the calling thread to issue kernels to a stream: allocate libraries' memory per thread and stream.
+
+        Later calls for the same thread and stream do nothing.
+        """
         adopted = self._adopted.setdefault(threading.current_thread(), set())
         if compute.cuda_stream not in adopted:
             self._make_workspaces(compute)
@@ -114,6 +137,7 @@ class CudaDriver(HostPinning):
         compute.synchronize()
 
     def stream(self, *, urgent: bool = False) -> torch.cuda.Stream:
+        """Return an unused stream. Pending kernels of an urgent stream run before those of others."""
         if self._idle[urgent]:
             return self._idle[urgent].pop()
         if self._streams[urgent] == _STREAMS:
@@ -123,6 +147,10 @@ class CudaDriver(HostPinning):
         return stream
 
     def give_back(self, stream: torch.cuda.Stream, *, urgent: bool = False) -> None:
+        """Take a stream back, for later calls of `stream`, and free its staging memory.
+
+        Its work must have ended, and graphs that used its staging memory must be released.
+        """
         lane = self._staging.pop(stream.cuda_stream, None)
         if lane is not None:
             with self._entered():
@@ -131,11 +159,13 @@ class CudaDriver(HostPinning):
         self._idle[urgent].append(stream)
 
     def event(self, *, timed: bool = False) -> torch.cuda.Event:
+        """Return a new event. `seconds` needs timed ones."""
         event: torch.cuda.Event = _cuda.Event(enable_timing=timed)
         return event
 
     @contextmanager
     def on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Make this the calling thread's current stream inside the block."""
         given, before = getattr(self._thread, "current", None), self._current
         torch.cuda.set_stream(stream)
         self._thread.current = stream
@@ -152,59 +182,71 @@ class CudaDriver(HostPinning):
         return torch.cuda.current_stream(self._index) if stream is None else stream
 
     def launch(self, kernels: Kernels) -> None:
+        """Issue kernels: `kernels` calls torch operators, which run on the current stream."""
         kernels()
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Issue a copy. A pinned buffer must stay unchanged until an event recorded after the copy has been reached."""
         destination.copy_(source, non_blocking=True)
 
     def staging(self) -> Staging:
+        """Return the buffer of the bytes that the current stream decodes next.
+
+        Work that may overlap never shares a buffer: direct issues, graphs replayed on this stream, and graphs replayed
+        on another stream have one each. A capture cannot allocate: the decoding stream must have called this before.
+        """
         stream, capture = self._current, getattr(self._thread, "capture", None)
         lane = self._staging.get(stream.cuda_stream)
         if lane is None:
-            lane = self._staging[stream.cuda_stream] = _LaneStaging(
-                self._staging_memory(), self.stream(urgent=True)
-            )
-        return lane.direct if capture is None else capture.staging(stream, lane)
+            lane = self._staging[stream.cuda_stream] = LaneStaging(self._staging_memory(), self.stream(urgent=True))
+        return lane.direct if capture is None else capture.of(stream, lane)
 
     def _staging_memory(self) -> torch.Tensor:
-        nbytes = len(_STAGED) * STAGING_SLOTS * SLOT_BYTES
         try:
             with self._entered():
-                address = self._libcuda.allocate(nbytes)
+                address = self._libcuda.allocate(LANE_BYTES)
         except OutOfDeviceMemory as error:
             free_bytes = self.memory().free_bytes
             raise MemoryExceeded(
-                f"the device has {format_bytes(free_bytes)} free, less than the {format_bytes(nbytes)} in which encoded"
-                " weights arrive; lower --memory"
+                f"the device has {format_bytes(free_bytes)} free, less than the {format_bytes(LANE_BYTES)} in which"
+                " encoded weights arrive; lower --memory"
             ) from error
-        return torch.as_tensor(_AtAddress(address, nbytes), device=self.device)
+        return torch.as_tensor(_AtAddress(address, LANE_BYTES), device=self.device)
 
     def decode(self, kernels: Kernels) -> None:
+        """Issue torch kernels that do not allocate; any thread."""
         with torch.inference_mode():
             kernels()
 
     def copy_deferred(self, ends: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Issue a copy to `ends()[0]` from `ends()[1]`. Work launched before allocates both; one of them is pinned."""
         self.copy(*ends())
 
     def record(self, event: torch.cuda.Event) -> None:
         event.record(self._current)
 
     def wait(self, event: torch.cuda.Event) -> None:
+        """Make later work of the current stream wait for the event's last record."""
         event.wait(self._current)
 
     def synchronize(self, event: torch.cuda.Event) -> None:
+        """Block the calling thread until the event's last record has been reached."""
         event.synchronize()
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the device time between two timed events. Both must have been reached."""
         return float(start.elapsed_time(end)) / 1e3
 
     def hold(self, seconds: float) -> None:
+        """Keep the current stream busy, so that work issued meanwhile runs without gaps."""
         _cuda._sleep(int(seconds * _CYCLES_PER_S))
 
     def drain(self) -> None:
+        """Block until all issued work has ended."""
         torch.cuda.synchronize(self._index)
 
     def is_working(self) -> bool:
+        """Whether the device still responds."""
         try:
             torch.cuda.synchronize(self._index)
         except RuntimeError:
@@ -214,6 +256,10 @@ class CudaDriver(HostPinning):
     # Memory
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        """Allocate device memory outside torch's allocator, until `free`. Raises MemoryExceeded.
+
+        Torch maps the addresses of its own blocks and of all pools in one table, so a pool's bytes must not be torch's.
+        """
         torch.cuda.empty_cache()
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -231,27 +277,39 @@ class CudaDriver(HostPinning):
 
     @property
     def allocated_bytes(self) -> int:
+        """Bytes of `allocate` not freed yet, without staging memory."""
         return sum(self._allocated.values())
 
     def free(self, memory: torch.Tensor) -> None:
+        """Release memory of `allocate`. It must not be in use, nor belong to a pool.
+
+        A lost device releases memory only when the process ends.
+        """
         if memory.nbytes and self.is_working():
             with self._entered():
                 self._libcuda.free(memory.data_ptr())
             del self._allocated[memory.data_ptr()]
 
     def mapped(self, host: torch.Tensor) -> torch.Tensor:
+        """Return pinned host memory as a device tensor: kernels read it through the link."""
         raw = host.reshape(-1).view(torch.uint8)
         tensor = torch.as_tensor(_AtAddress(raw.data_ptr(), raw.numel(), raw), device=self.device)
         assert tensor.data_ptr() == raw.data_ptr(), "pinned memory has another address on the device"
         return tensor.view(host.dtype).reshape(host.shape)
 
     def pool(self, memory: torch.Tensor, large_bytes: int) -> CarvedPool:
+        """Return a pool of these device bytes: one segment of `large_bytes`, the rest segments for small tensors.
+
+        For tensors of the current stream. Pools may overlap, but using two overlapping pools at a time corrupts data.
+        """
         return CarvedPool(memory, large_bytes)
 
     def allocating(self, pool: CarvedPool) -> AbstractContextManager[None]:
+        """Allocate the calling thread's tensors from the pool inside the block."""
         return pool.allocating()
 
     def peak_bytes(self, kernels: Kernels) -> int:
+        """Run kernels and wait for them. Returns the peak bytes that torch's allocator gave them."""
         torch.cuda.reset_peak_memory_stats(self._index)
         before = torch.cuda.memory_allocated(self._index)
         kernels()
@@ -269,12 +327,17 @@ class CudaDriver(HostPinning):
     # Graphs
 
     def capture(self, pool: CarvedPool, issue: Callable[[], None]) -> "CudaGraph":
+        """Capture the work that `issue` issues to the current stream, and to streams that join it by events.
+
+        Nothing runs. Tensors are allocated from the pool. Raises CaptureFailed, or MemoryExceeded if the graph gets no
+        memory; then nothing more can be captured in this pool, because torch's host allocator still has its number.
+        """
         graph: Any = torch.cuda.CUDAGraph()
         users = pool.use_count
         torch.cuda.synchronize(self._index)
         error: Exception | None = None
         with _without_garbage_collection():
-            self._thread.capture = _Capture(self._current)
+            self._thread.capture = CaptureStaging(self._current)
             try:
                 graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
                 issue()
@@ -308,6 +371,7 @@ class CudaDriver(HostPinning):
         return CudaGraph(graph, pool, self._current)
 
     def release(self, graphs: Sequence["CudaGraph"]) -> None:
+        """Release graphs and their references to pools. None of them may be running."""
         for graph in graphs:
             graph.reset()
         with_kernels = set[int]().union(*self._adopted.values())
@@ -317,6 +381,7 @@ class CudaDriver(HostPinning):
 
     @contextmanager
     def tf32(self, allowed: Tf32) -> Iterator[None]:
+        """Inside the block, use TF32 in these float32 kernels only; for the whole process."""
         # These switches also set the newer per-op ones. Setting only the newer ones would make the two contradict.
         wanted = {_backends.cuda.matmul: allowed == "all", _backends.cudnn: allowed != "none"}
         before = {module: module.allow_tf32 for module in wanted}
@@ -364,35 +429,6 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-_STAGED = ("directly", "by graphs of this stream", "by graphs of another stream")
-"""Users of a lane's staging memory, one part each: uses of one part are ordered by one stream."""
-
-
-class _LaneStaging:
-    """The staging memory of a decoding stream."""
-
-    def __init__(self, memory: torch.Tensor, link: torch.cuda.Stream) -> None:
-        self.link = link
-        self.address = memory.data_ptr()
-        self.parts = dict(zip(_STAGED, memory.chunk(len(_STAGED)), strict=True))
-        self.direct = Staging(self.parts["directly"], link, captured=False)
-
-
-class _Capture:
-    """A capture in progress."""
-
-    def __init__(self, origin: torch.cuda.Stream) -> None:
-        self._origin = origin
-        self._staging: Staging | None = None
-
-    def staging(self, stream: torch.cuda.Stream, lane: _LaneStaging) -> Staging:
-        """Return the slots of the decoding stream. A capture has only one."""
-        if self._staging is None:
-            own = "by graphs of this stream" if stream is self._origin else "by graphs of another stream"
-            self._staging = Staging(lane.parts[own], lane.link, captured=True)
-        return self._staging
-
-
 class CudaGraph:
     """A captured graph. It keeps a reference to its pool, whose bytes its kernels use."""
 
@@ -404,6 +440,7 @@ class CudaGraph:
         _graphs.add(self)
 
     def replay(self) -> None:
+        """Issue the captured work to the current stream: after the stream's earlier work, before its later work."""
         self._graph.replay()
 
     def reset(self) -> None:

@@ -21,11 +21,11 @@ from functools import partial
 import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
-from cohabit.planner.plan import Span, Timeline
-from cohabit.runtime.backend import Capture, Result
+from cohabit.runtime.backend import Capture, Executor, Result
 from cohabit.runtime.binding.program import Residence
-from cohabit.runtime.cuda.api import CapturedGraph, Driver, Event
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
+from cohabit.runtime.cuda.commands import Command
+from cohabit.runtime.cuda.driver import CudaDriver, CudaGraph
 from cohabit.runtime.cuda.issue import IssueThread, Streams, issue_inference
 from cohabit.runtime.cuda.profiling.dry_run import fitting_pools
 from cohabit.runtime.cuda.profiling.stopwatch import CudaStopwatch
@@ -48,7 +48,7 @@ class SharedDevice:
     """Device memory of this process outside the arena: the context, libraries' memory per lane, constants, and graphs.
     Includes other processes if the driver does not report memory per process."""
 
-    def note_memory(self, driver: Driver) -> None:
+    def note_memory(self, driver: CudaDriver) -> None:
         """Update `outside_bytes` from the driver."""
         memory = driver.memory()
         used_bytes = memory.process_bytes
@@ -63,7 +63,7 @@ class _Flight:
 
     program: CudaProgram
     start_s: float
-    events: tuple[Event, Event]
+    events: tuple[torch.cuda.Event, torch.cuda.Event]
     watch: CudaStopwatch | None
     on_recording: OnRecording | None
     is_replayed: bool = False
@@ -71,13 +71,13 @@ class _Flight:
     error: Exception | None = None
 
 
-class CudaExecutor:
+class CudaExecutor(Executor):
     """Runs programs one at a time, in one thread. A device has one executor per compute lane."""
 
     swap_busy_s = None
 
     def __init__(self, streams: Streams, shared: SharedDevice) -> None:
-        self._streams = streams
+        self.streams = streams
         self._shared = shared
         self._thread: threading.Thread | None = None
         """The thread that called this executor last."""
@@ -94,21 +94,13 @@ class CudaExecutor:
         """Residents that may be invalid: a copy or kernel failed, or another model used their memory."""
         self._admitted: list[CudaProgram] = []
 
-    @property
-    def streams(self) -> Streams:
-        return self._streams
-
-    @property
-    def device(self) -> torch.device:
-        return self._driver.device
-
     def start(self) -> None:
         self._adopt_thread()
 
     def _adopt_thread(self) -> None:
         if self._thread is not threading.current_thread():
             with self._shared.exclusive:
-                self._driver.adopt_thread(self._streams.compute)
+                self._driver.adopt_thread(self.streams.compute)
                 self._shared.note_memory(self._driver)
             self._thread = threading.current_thread()
 
@@ -123,7 +115,7 @@ class CudaExecutor:
         if self._shared.lost is None:
             with self._shared.exclusive:
                 self._driver.drain()
-                self._streams.close()
+                self.streams.close()
                 self._shared.note_memory(self._driver)
 
     @property
@@ -143,13 +135,6 @@ class CudaExecutor:
                 self._admit(program)
         return time.perf_counter() - start
 
-    def begin_load(self, program: CudaProgram) -> Callable[[], float]:
-        """Return `load`: nothing is copied while other programs run."""
-        return partial(self.load, program)
-
-    def foresee(self, program: CudaProgram) -> None:
-        """Do nothing: residents are loaded, and plans swap in to workspace, which the running program uses."""
-
     def load_in_pieces(self, programs: Sequence[CudaProgram]) -> Iterator[None]:
         """Load and admit one program per step of the iterator."""
         for n, program in enumerate(programs):
@@ -166,7 +151,8 @@ class CudaExecutor:
             transfer = self._transfers.issue(program.residence, pieces)
             self._transfers.take(program.residence)
             self._driver.synchronize(transfer.event)
-            _raise_if_failed(program, transfer)
+            if transfer.error is not None:
+                raise DeviceError(f"{program.graph.name}: a copy failed: {transfer.error}") from transfer.error
             self._stale.discard(program.residence)
 
     def settle(self) -> None:
@@ -178,7 +164,7 @@ class CudaExecutor:
         self._issue_thread.drain()
         self._transfers.flush()
         end = self._driver.event()
-        with self._driver.on(self._streams.swap_in):
+        with self._driver.on(self.streams.swap_in):
             self._driver.record(end)
         self._driver.synchronize(end)
 
@@ -190,7 +176,7 @@ class CudaExecutor:
         traced: bool = False,
         on_recording: OnRecording | None = None,
     ) -> Result:
-        """Run one inference. See `runtime.backend.ProgramRunner`.
+        """Run one inference. See `runtime.backend.Runner`.
 
         `on_recording` gets every step of a traced run, otherwise only the start and end of the inference.
 
@@ -298,7 +284,7 @@ class CudaExecutor:
         if flight.on_recording is not None:
             flight.on_recording(recording)
         stall_s = 0.0 if program.compute_s is None else max(0.0, device_s - program.compute_s)
-        timeline = None if watch is None else _timeline(program, recording.measured(start_s))
+        timeline = None if watch is None else recording.timeline(start_s)
         return Result(outputs, end_s - start_s, stall_s, program.link_bytes, timeline, device_s)
 
     def capture(self, program: CudaProgram) -> Capture | None:
@@ -316,7 +302,7 @@ class CudaExecutor:
         program.buffers.fill(inputs)
         graph = self._graph(program) if flight.watch is None else None
         flight.is_replayed = graph is not None
-        with self._driver.on(self._streams.compute):
+        with self._driver.on(self.streams.compute):
             if epilogue is not None:
                 self._driver.wait(epilogue.event)
             self._driver.record(began)
@@ -325,10 +311,10 @@ class CudaExecutor:
         if graph is None:
             with self._shared.exclusive:  # held until the activations are freed
                 self._issue_commands(program, flight.watch)
-        with self._driver.on(self._streams.compute):
+        with self._driver.on(self.streams.compute):
             self._driver.record(answered)
 
-    def _graph(self, program: CudaProgram) -> CapturedGraph | None:
+    def _graph(self, program: CudaProgram) -> CudaGraph | None:
         """Return the graph of the current inputs' shapes. Smaller shapes are captured at their second request."""
         shapes, sized = program.buffers.smaller, program.admission.sized
         if shapes is None:
@@ -336,7 +322,7 @@ class CudaExecutor:
         if shapes not in sized and is_wanted(program, shapes):
             self.settle()  # copies issued to a captured stream would become part of the graph
             with self._shared.exclusive:
-                capture_sized(self._streams, program, shapes)
+                capture_sized(self.streams, program, shapes)
                 self._shared.note_memory(self._driver)
         if shapes not in sized:
             return None
@@ -350,23 +336,24 @@ class CudaExecutor:
         perform = program.performing(self._driver, frame)
         if watch is not None:
             perform = watch.timing(perform)
-            with self._driver.on(self._streams.compute):
+            with self._driver.on(self.streams.compute):
                 watch.start()
         issue_thread = self._issue_thread if program.staged else None
         try:
             with self._driver.allocating(program.pool):
-                issue_inference(self._streams, program, frame, perform, issue_thread)
+                issue_inference(self.streams, program, frame, perform, issue_thread)
         except BaseException:
             frame.clear()  # tracebacks keep the frame, and its tensors must not outlive the pool
             raise
 
     def _submit_epilogue(self, program: CudaProgram, watch: CudaStopwatch | None) -> None:
-        commands = program.schedule.epilogue
+        copies = program.schedule.epilogue
         if watch is not None:
             perform = watch.timing(program.performing(self._driver, []))
+            commands = [Command("swap_in", "copy", copy) for copy in copies]
             self._transfers.issue(program.residence, [partial(perform, command) for command in commands])
-        elif commands:
-            self._transfers.submit(program.residence, pieces_of(program, commands))
+        elif copies:
+            self._transfers.submit(program.residence, pieces_of(program, copies))
 
     def _admit(self, program: CudaProgram) -> None:
         """Run a new program once and capture it, so that requests allocate and compile nothing.
@@ -378,7 +365,7 @@ class CudaExecutor:
         # Profiling adds the allocator's overhead to every op.
         overhead_bytes = min((op.scratch_bytes for op in program.graph.ops), default=0)
         plan = program.plan
-        pools = fitting_pools(self._streams, program.graph, plan.steps, program.pool_memory, overhead_bytes)
+        pools = fitting_pools(self.streams, program.graph, plan.steps, program.pool_memory, overhead_bytes)
         while program.admission.pool is None:
             try:
                 pool = next(pools)
@@ -395,7 +382,7 @@ class CudaExecutor:
                 refused = refused or error
         self._admitted.append(program)
         try:
-            capture(self._streams, program)
+            capture(self.streams, program)
         except MemoryExceeded:
             self.release(program)
             raise
@@ -471,11 +458,6 @@ class CudaExecutor:
             raise DeviceError(f"{program.graph.name}: {error}") from error
 
 
-def _timeline(program: CudaProgram, spans: tuple[Span, ...]) -> Timeline:
-    latency_s = max((s.end_s for s in spans if s.lane == "compute"), default=0.0)
-    return Timeline(spans, latency_s, None, program.link_bytes)
-
-
 def _check_refusal(program: CudaProgram, *, failed: bool) -> None:
     """Raise MemoryExceeded if the pool refused planned memory, even if the run succeeded.
 
@@ -489,9 +471,3 @@ def _check_refusal(program: CudaProgram, *, failed: bool) -> None:
             f" the {format_bytes(program.pool_memory.nbytes)} that the plan has for activations and scratch; measure"
             " the model again on this device, or give it a larger workspace"
         )
-
-
-def _raise_if_failed(program: CudaProgram, transfer: Transfer) -> None:
-    """Raise DeviceError if the transfer failed."""
-    if transfer.error is not None:
-        raise DeviceError(f"{program.graph.name}: a copy failed: {transfer.error}") from transfer.error

@@ -13,8 +13,8 @@ from itertools import groupby
 import torch
 
 from cohabit.planner.plan import Lane
-from cohabit.runtime.cuda.api import Driver, Event, Stream
 from cohabit.runtime.cuda.commands import LANES, Command, Commands
+from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.slots import Frame
@@ -27,13 +27,13 @@ Perform = Callable[[Command], None]
 class Streams:
     """A compute lane's three streams; the fields have the names of the plan's lanes."""
 
-    driver: Driver
-    compute: Stream
-    swap_in: Stream
-    swap_out: Stream
+    driver: CudaDriver
+    compute: torch.cuda.Stream
+    swap_in: torch.cuda.Stream
+    swap_out: torch.cuda.Stream
 
     @staticmethod
-    def of(driver: Driver) -> "Streams":
+    def of(driver: CudaDriver) -> "Streams":
         return Streams(driver, driver.stream(), driver.stream(urgent=True), driver.stream())
 
     def close(self) -> None:
@@ -75,7 +75,11 @@ def issue_inference(
 
 
 def _issue_from_two_threads(
-    streams: Streams, commands: Commands, events: Sequence[Event], perform: Perform, issue_thread: IssueThread
+    streams: Streams,
+    commands: Commands,
+    events: Sequence[torch.cuda.Event],
+    perform: Perform,
+    issue_thread: IssueThread,
 ) -> None:
     issued = [threading.Event() for _ in events]
     errors: list[Exception] = []
@@ -100,7 +104,7 @@ def _issue_from_two_threads(
 def _issue(
     streams: Streams,
     commands: Commands,
-    events: Sequence[Event],
+    events: Sequence[torch.cuda.Event],
     perform: Perform,
     lanes: Sequence[Lane] = LANES,
     issued: Sequence[threading.Event] | None = None,

@@ -77,7 +77,7 @@ class CarvedPool:
 
     @property
     def refused_bytes(self) -> int | None:
-        """Size of the smallest segment that did not fit."""
+        """Size of the smallest refused allocation, even if the operator then used less; None if none was refused."""
         return self._carver.refused_bytes
 
     @property
@@ -94,6 +94,7 @@ class CarvedPool:
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of live tensors, as the allocator counts them."""
         return sum(nbytes for _, nbytes, state in self.layout if state == "active_allocated")
 
     @property

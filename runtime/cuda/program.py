@@ -9,13 +9,14 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from cohabit.planner.graph import aligned
-from cohabit.planner.plan import Compute, Plan, SwapIn
+from cohabit.planner.plan import Plan, SwapIn
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.offloaded import OffloadedTensor
 from cohabit.runtime.binding.program import Bases, Program
-from cohabit.runtime.cuda.api import AllocatorPool, CapturedGraph, Driver
 from cohabit.runtime.cuda.buffers import Buffers, Shapes
 from cohabit.runtime.cuda.commands import Command, Forecast, IssueSchedule, schedule
+from cohabit.runtime.cuda.driver import CudaDriver, CudaGraph
+from cohabit.runtime.cuda.pools import CarvedPool
 from cohabit.runtime.lowering.indices import indexed_values
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
@@ -38,7 +39,7 @@ _READS_ON_HOST = ("item", "_local_scalar_dense")
 class SizedGraph:
     """A graph for inputs smaller than the bucket's largest, and its outputs' views of the buffers."""
 
-    graph: CapturedGraph
+    graph: CudaGraph
     outputs: tuple[torch.Tensor, ...]
     nbytes: int
     """Device memory outside the arena."""
@@ -48,14 +49,14 @@ class SizedGraph:
 class AdmissionState:
     """A program's pool and graphs on the device. Written by the thread that owns the device."""
 
-    pool: AllocatorPool | None = None
-    graph: CapturedGraph | None = None
+    pool: CarvedPool | None = None
+    graph: CudaGraph | None = None
     """For the bucket's largest shapes."""
     sized: dict[Shapes, SizedGraph] = field(default_factory=dict)
     """For smaller shapes that came more than once, least recently used first."""
     seen: dict[Shapes, None] = field(default_factory=dict)
     """Smaller shapes that came once."""
-    residents: CapturedGraph | None = None
+    residents: CudaGraph | None = None
     """The copies of initial residents, if any."""
     refused: str | None = None
     """Why there is no graph."""
@@ -67,7 +68,7 @@ class AdmissionState:
     """Libraries choose kernels in this run: scratch is limited to `MOST_SCRATCH_BYTES`."""
 
     @property
-    def graphs(self) -> list[CapturedGraph]:
+    def graphs(self) -> list[CudaGraph]:
         found = [self.graph, self.residents, *(sized.graph for sized in self.sized.values())]
         return [graph for graph in found if graph is not None]
 
@@ -96,16 +97,13 @@ class CudaProgram(Program):
     """The buffers belong to another program of the same model."""
 
     @property
-    def pool(self) -> AllocatorPool:
+    def pool(self) -> CarvedPool:
         assert self.admission.pool is not None, "not admitted"
         return self.admission.pool
 
     def begin(self, frame: Frame) -> None:
         """Copy the inputs in."""
         self.buffers.upload(frame, self.input_slots, self.device)
-        for tensor in self.offloaded:
-            if tensor.spill.at_start:
-                tensor.adopt(frame)
 
     def compute(self, index: int, frame: Frame) -> None:
         """Launch one op's kernels."""
@@ -125,7 +123,7 @@ class CudaProgram(Program):
         for tensor in self.offloaded:
             tensor.forget()
 
-    def close(self, driver: Driver) -> None:
+    def close(self, driver: CudaDriver) -> None:
         """Release graphs, pool, buffers and spill buffers. No work may be in progress."""
         for tensor in self.offloaded:
             tensor.close()
@@ -139,7 +137,7 @@ class CudaProgram(Program):
         if not self.borrows_buffers:
             self.buffers.close()
 
-    def performing(self, driver: Driver, frame: Frame) -> Callable[[Command], None]:
+    def performing(self, driver: CudaDriver, frame: Frame) -> Callable[[Command], None]:
         """Return a function that issues a command of one inference to the current stream."""
 
         def perform(command: Command) -> None:
@@ -165,9 +163,7 @@ class CudaProgram(Program):
 
     def _limited(self, index: int) -> AbstractContextManager[None]:
         """Limit an op's scratch inside the block, if its kernel is being chosen."""
-        step = self.plan.steps[self.draft.computes[index].step]  # a relocated program numbers its own steps
-        assert isinstance(step, Compute)
-        op = self.graph.ops[step.op]
+        op = self.graph.ops[self.computes[index].op]
         if not self.admission.choosing or _CHOOSES not in op.target:
             return nullcontext()
         results = sum(aligned(self.graph.tensors[i].nbytes, ALIGNMENT_BYTES) for i in op.writes)

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
-from cohabit.runtime.cuda.api import Driver, Event
 from cohabit.runtime.cuda.decoding import EncodedCopy
+from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.lowering.weights import Manifest, Segment
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
 from cohabit.runtime.stores.host import find_table, read_weights, table_view
 from cohabit.runtime.stores.pages import Bytes
 from cohabit.runtime.stores.pinned import PinnedMemory
+from cohabit.runtime.stores.spill_buffers import RamSpillBuffer
 
 RING_SLOTS = 3
 
@@ -34,7 +35,13 @@ class PinnedStore:
     check_tables = None
 
     def __init__(
-        self, path: Path, manifest: Manifest, driver: Driver, pinned: PinnedMemory, *, verify_reads: bool = False
+        self,
+        path: Path,
+        manifest: Manifest,
+        driver: CudaDriver,
+        pinned: PinnedMemory,
+        *,
+        verify_reads: bool = False,
     ) -> None:
         self._driver = driver
         self._pinned = pinned
@@ -61,9 +68,6 @@ class PinnedStore:
         count = next(n for n, end in enumerate(ends, 1) if end >= nbytes)
         return list(self._manifest.segments[segment : segment + count])
 
-    def link_bytes(self, segment: int) -> int:
-        return self._manifest.segments[segment].file_bytes
-
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)
         return self._driver.mapped(table_view(self._host, table, table.offset))
@@ -81,36 +85,29 @@ def pinned_spill_buffers(pinned: PinnedMemory, sizes: Sequence[int]) -> list[Spi
     return [_PinnedSpillBuffer(pinned, host) for host in hosts]
 
 
-class _PinnedSpillBuffer:
+class _PinnedSpillBuffer(RamSpillBuffer):
+    """Programs issue their copies through `pinned`."""
+
     def __init__(self, pool: PinnedMemory, host: Bytes) -> None:
+        super().__init__(host)
         self._pool = pool
-        self._host = host
-        self.pinned: torch.Tensor | None = torch.from_numpy(host)
-
-    def save(self, source: torch.Tensor) -> None:
-        """Copy bytes in, synchronously. Programs issue their copies through `pinned` instead."""
-        assert self.pinned is not None
-        self.pinned[: source.nbytes].copy_(source)
-
-    def load(self, destination: torch.Tensor) -> None:
-        assert self.pinned is not None
-        destination.copy_(self.pinned[: destination.nbytes])
+        self.pinned = torch.from_numpy(host)
 
     def close(self) -> None:
-        self._pool.release(self._host)
+        self._pool.release(self._memory)
 
 
 @dataclass(slots=True)
 class _Slot:
     host: Bytes
     tensor: torch.Tensor
-    emptied: Event | None = None
+    emptied: torch.cuda.Event | None = None
 
 
 class Ring:
     """Pinned staging slots shared by the copies of all lanes, one copy at a time. Any thread."""
 
-    def __init__(self, driver: Driver, pinned: PinnedMemory) -> None:
+    def __init__(self, driver: CudaDriver, pinned: PinnedMemory) -> None:
         self._driver = driver
         self._pinned = pinned
         self._slots: list[_Slot] = []
@@ -158,7 +155,7 @@ class StagedStore:
     check_tables = None
 
     def __init__(
-        self, source: HostStore[Bytes], manifest: Manifest, driver: Driver, ring: Ring, pinned: PinnedMemory
+        self, source: HostStore[Bytes], manifest: Manifest, driver: CudaDriver, ring: Ring, pinned: PinnedMemory
     ) -> None:
         self.kind = source.kind
         self._source = source
@@ -171,9 +168,6 @@ class StagedStore:
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
         return lambda: self._ring.pass_through(lambda host: self._source.copy(segment, host)(), destination)
-
-    def link_bytes(self, segment: int) -> int:
-        return self._manifest.segments[segment].nbytes
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)

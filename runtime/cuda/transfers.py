@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
+
 from cohabit.runtime.binding.program import Residence
-from cohabit.runtime.cuda.api import Event
-from cohabit.runtime.cuda.commands import Commands
 from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.program import CudaProgram
 
@@ -29,7 +29,7 @@ _PIECE_BYTES = 8 << 20
 class Transfer:
     """A restore of one residence."""
 
-    event: Event
+    event: torch.cuda.Event
     """Reached when all issued copies have ended."""
     pieces: deque[Piece] = field(default_factory=deque)
     """Pieces not issued yet."""
@@ -127,16 +127,16 @@ class Transfers:
         transfer.pieces.clear()
 
 
-def pieces_of(program: CudaProgram, commands: Commands) -> list[Piece]:
-    """Return calls that issue the copies in order, each up to `_PIECE_BYTES` or one copy."""
+def pieces_of(program: CudaProgram, copies: Sequence[int]) -> list[Piece]:
+    """Return calls that issue these copies of the schedule in order, each up to `_PIECE_BYTES` or one copy."""
     groups: list[list[int]] = []
     group_bytes = 0
-    for command in commands:
-        nbytes = program.schedule.copies[command.index].nbytes
+    for copy in copies:
+        nbytes = program.schedule.copies[copy].nbytes
         if not groups or group_bytes + nbytes > _PIECE_BYTES:
             groups.append([])
             group_bytes = 0
-        groups[-1].append(command.index)
+        groups[-1].append(copy)
         group_bytes += nbytes
 
     def issue(group: Sequence[int]) -> None:

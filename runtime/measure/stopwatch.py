@@ -14,7 +14,6 @@ import torch
 from cohabit.planner.plan import Span
 from cohabit.planner.profile import NOISY
 from cohabit.runtime.backend import Executor
-from cohabit.runtime.binding.calls import Call
 from cohabit.runtime.binding.draft import ComputeStep
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.lowering.weights import Manifest
@@ -64,7 +63,7 @@ def measure_ops(
 class StepTimes:
     """Seconds of a program's steps, per run."""
 
-    def __init__(self, steps: Sequence[ComputeStep[Call]]) -> None:
+    def __init__(self, steps: Sequence[ComputeStep]) -> None:
         self._columns: list[list[float]] = [[] for _ in steps]
         self._latencies: list[float] = []
 

@@ -133,6 +133,10 @@ class ParameterRegion:
             return None
         return self.plan_run(uses)  # the running model is the most recently used one, so it is not evicted
 
+    def holds(self, model: str) -> bool:
+        """Whether any of a model's parameters are in the region."""
+        return any(name == model for name, _ in self.held)
+
     def forget(self, model: str) -> None:
         """Evict a model's parameters, such as after a failed copy."""
         for key in [key for key in self.held if key[0] == model]:

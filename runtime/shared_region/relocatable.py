@@ -4,16 +4,18 @@ Its calls read parameters (and views of them) from the frame. The frame gets a p
 the step that first reads it, and again after it has moved.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from cohabit.planner.plan import Compute, Plan, SwapIn, SwapOut
+from cohabit.planner.plan import Plan, SwapIn, SwapOut
 from cohabit.planner.profile import Profile
 from cohabit.runtime.binding.build import draft
-from cohabit.runtime.binding.calls import Call, bind_with_store, static_value, weight_at
-from cohabit.runtime.binding.draft import ComputeStep, Draft, DraftCall, StaticWeight, SwapStep
+from cohabit.runtime.binding.calls import Call, bind_with_store
+from cohabit.runtime.binding.draft import ComputeStep, DraftCalls, SwapStep
 from cohabit.runtime.binding.program import Program
+from cohabit.runtime.binding.statics import StaticValues
 from cohabit.runtime.errors import UnsupportedPlan
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.slots import Frame
@@ -36,20 +38,25 @@ class RelocatableModel:
         store: HostStore[Any],
     ) -> None:
         """Check a plan that keeps every parameter, and draft it. Raises the errors of `runtime.binding.build`."""
-        _require_relocatable(lowered.name, plan)
+        if any(isinstance(step, SwapIn | SwapOut) for step in plan.steps):
+            raise UnsupportedPlan(f"{lowered.name}: only a program whose plan keeps every parameter can move")
         drafted = draft(lowered, plan, profile, arena.device)
         graph = lowered.graphs[drafted.graph.bucket]
-        self._values = _StaticsAt(drafted, arena)
+        self._values = StaticValues(drafted.statics, arena)
         self._arena = arena
         self._store = store
-        self._statics = [_statics(c.calls) for c in drafted.computes] or [{}]
+        # Static slots by step; those of the final calls come with the last step.
+        self._statics = [_statics(calls) for calls in drafted.calls] or [set()]
         self._statics[-1] |= _statics(drafted.final_calls)
-        self._constants = dict(drafted.constants)
+        # Compute steps have odd numbers, and the copies between them even ones.
+        steps = zip(drafted.computes, drafted.calls, strict=True)
         self.unplaced = Program(
             name=lowered.name,
             graph=graph,
             draft=drafted,
-            computes=tuple(ComputeStep(c.step, self._bound(c.calls), 0) for c in drafted.computes),
+            computes=tuple(
+                ComputeStep(2 * n + 1, c.op, 0, calls=self._bound(calls)) for n, (c, calls) in enumerate(steps)
+            ),
             swap_ins=(),
             swap_outs=(),
             offloaded=(),
@@ -58,12 +65,12 @@ class RelocatableModel:
             constants={},
             epilogue=0,
         )
-        kinds = [t.kind for t in graph.tensors]
-        ops = [graph.ops[s.op].reads for s in plan.steps if isinstance(s, Compute)] or [()]
+        ops = [graph.ops[c.op].reads for c in drafted.computes] or [()]
         ops[-1] = (*ops[-1], *graph.outputs)
-        steps = tuple(tuple(dict.fromkeys(t for t in op if kinds[t] == "parameter")) for op in ops)
-        used = sorted({t for step in steps for t in step})
-        self.uses = ParameterUses(lowered.name, {t: lowered.manifest.segments[t].nbytes for t in used}, steps)
+        kinds = [t.kind for t in graph.tensors]
+        by_step = tuple(tuple(dict.fromkeys(t for t in op if kinds[t] == "parameter")) for op in ops)
+        used = sorted({t for step in by_step for t in step})
+        self.uses = ParameterUses(lowered.name, {t: lowered.manifest.segments[t].nbytes for t in used}, by_step)
 
     def placed(self, fetch_plan: FetchPlan, *, blocking: bool, lasting: bool) -> Program:
         """Return the program for a run. With `blocking`, loading it makes all copies, and running it makes none.
@@ -75,34 +82,31 @@ class RelocatableModel:
     def _changes(self, fetch_plan: FetchPlan, blocking: bool) -> dict[str, Any]:
         """Return the fields of `Program` that differ between runs."""
         addresses = dict(fetch_plan.present)
-        coming: dict[int, list[tuple[int, int]]] = {}
+        coming: dict[int, dict[int, int]] = defaultdict(dict)
         for fetch in fetch_plan.fetches:
-            coming.setdefault(fetch.needed_by, []).append((fetch.segment, fetch.offset))
-        computes: list[ComputeStep[Call]] = []
+            coming[fetch.needed_by][fetch.segment] = fetch.offset
+        updates: list[tuple[Call, ...]] = []
         current: dict[int, Any] = {}
-        fetched = 0
-        for index, statics in enumerate(self._statics):
-            addresses.update(coming.get(index, ()))
-            fetched += len(coming.get(index, ()))
-            new = {}
-            for slot, static_index in statics.items():
-                value = self._values.at(static_index, addresses)
-                if current.get(slot) is not value:
-                    new[slot] = current[slot] = value
-            if index < len(self.unplaced.computes):
-                step = self.unplaced.computes[index]
-                own = (_updating(new), *step.calls) if new else step.calls
-                computes.append(ComputeStep(2 * index + 1, own, 0 if blocking else fetched))
-        final_calls = self.unplaced.final_calls if computes else (_updating(current), *self.unplaced.final_calls)
+        fetched = [0]
+        for index, slots in enumerate(self._statics):
+            addresses |= coming[index]
+            fetched.append(fetched[-1] + len(coming[index]))
+            values = {slot: self._values.at(slot, addresses) for slot in slots}
+            new = {slot: value for slot, value in values.items() if current.get(slot) is not value}
+            current |= new
+            updates.append((_updating(new),) if new else ())
+        computes = tuple(
+            ComputeStep(step.step, step.op, 0 if blocking else count, calls=(*update, *step.calls))
+            for step, update, count in zip(self.unplaced.computes, updates, fetched[1:], strict=False)
+        )
         swap_ins = () if blocking else self._fetches(fetch_plan)
-        residents = tuple(self._copy(-1, s, at, 0) for s, at in sorted(addresses.items())) if blocking else ()
         return {
-            "computes": tuple(computes),
-            "final_calls": final_calls,
+            "computes": computes,
+            "final_calls": (*(() if computes else updates[0]), *self.unplaced.final_calls),
             "swap_ins": swap_ins,
             "epilogue": len(swap_ins),
-            "residents": residents,
-            "constants": {slot: self._values.at(static, addresses) for slot, static in self._constants.items()},
+            "residents": tuple(self._copy(-1, s, at, 0) for s, at in sorted(addresses.items())) if blocking else (),
+            "constants": {slot: self._values.at(slot, addresses) for slot in self.unplaced.draft.constants},
         }
 
     def _fetches(self, fetch_plan: FetchPlan) -> tuple[SwapStep, ...]:
@@ -119,47 +123,12 @@ class RelocatableModel:
         copy = self._store.copy(segment, self._arena.bytes(offset, nbytes))
         return SwapStep("swap_in", step, segment, nbytes, computes_before, offset=offset, copy=copy)
 
-    def _bound(self, calls: tuple[DraftCall, ...]) -> tuple[Call, ...]:
-        return tuple(bind_with_store(c.template, {}, c.frees, self._store) for c in calls)
+    def _bound(self, part: DraftCalls) -> tuple[Call, ...]:
+        return tuple(bind_with_store(c.template, {}, c.frees, self._store) for c in part.calls)
 
 
-class _StaticsAt:
-    """Tensors of a draft's statics at their segments' current addresses. Caches the last value of each."""
-
-    def __init__(self, draft: Draft, arena: DeviceArena[Any]) -> None:
-        self._statics = draft.statics
-        self._arena = arena
-        self._segments: list[tuple[int, ...]] = []
-        for static in self._statics:
-            if isinstance(static, StaticWeight):
-                self._segments.append((static.segment,))
-            else:
-                used = {s for _, index in static.statics for s in self._segments[index]}
-                self._segments.append(tuple(sorted(used)))
-        self._last: list[tuple[tuple[int, ...], Any] | None] = [None] * len(self._statics)
-
-    def at(self, index: int, addresses: Mapping[int, int]) -> Any:
-        """Return a static's value, given the offset of each segment in the arena."""
-        key = tuple(addresses[s] for s in self._segments[index])
-        last = self._last[index]
-        if last is not None and last[0] == key:
-            return last[1]
-        static = self._statics[index]
-        if isinstance(static, StaticWeight):
-            value: Any = weight_at(self._arena, key[0], static.piece)
-        else:
-            value = static_value(static.template, {slot: self.at(i, addresses) for slot, i in static.statics})
-        self._last[index] = (key, value)
-        return value
-
-
-def _require_relocatable(name: str, plan: Plan) -> None:
-    if any(isinstance(step, SwapIn | SwapOut) for step in plan.steps):
-        raise UnsupportedPlan(f"{name}: only a program whose plan keeps every parameter can move")
-
-
-def _statics(calls: tuple[DraftCall, ...]) -> dict[int, int]:
-    return {slot: index for call in calls for slot, index in call.statics}
+def _statics(part: DraftCalls) -> set[int]:
+    return {slot for call in part.calls for slot in call.statics}
 
 
 def _updating(values: Mapping[int, Any]) -> Call:

@@ -19,7 +19,7 @@ from cohabit.planner.errors import format_bytes
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.backend import Backend, Capture, Result
+from cohabit.runtime.backend import Backend, Capture, Result, SharedLayout
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.cpu.backend import CpuBackend
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedPlan
@@ -86,10 +86,10 @@ class _LoadedAhead:
     nbytes: int
 
 
-class SharedRegion:
+class SharedRegion(SharedLayout):
     """Runs programs of models that share a region, by the backend's own executor. Belongs to the engine's thread.
 
-    It is a `runtime.backend.Runner`: each run first plans its copies.
+    Each run first plans its copies.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class SharedRegion:
         return CudaRelocatableModel(self._backend.pinned_memory, lowered, plan, profile, self._arena, store)
 
     def foresee(self, program: Program) -> None:
-        """See `runtime.backend.ProgramRunner`. If whole models stay, this one is copied in during the next run."""
+        """See `runtime.backend.Runner`. If whole models stay, this one is copied in during the next run."""
         self._foreseen = program
 
     def _admit(self, model: _SharedModel) -> None:
@@ -166,12 +166,16 @@ class SharedRegion:
         traced: bool = False,
         on_recording: OnRecording | None = None,
     ) -> Result:
-        """Run one inference of a program that `add` returned. See `runtime.backend.ProgramRunner.run`."""
+        """Run one inference of a program that `add` returned. See `runtime.backend.Runner.run`."""
         model = self._models[program.name, program.bucket]
         uses = model.relocatable.uses
         prefetch = self._sharing.arrives != "on demand" or program.name in self._have_run
         foreseen, self._foreseen = self._foreseen, None
         ahead = self._ahead.pop(program.name, None)
+        if not self.region.holds(program.name):
+            ahead = (
+                None  # evicted since: its bytes are another model's, and the device may not have made the copies
+            )
         try:
             waited_s = 0.0 if ahead is None else ahead.wait()
             fetch_plan = self.region.plan_run(uses, prefetch=prefetch)
@@ -189,16 +193,6 @@ class SharedRegion:
         result.stall_s += waited_s
         result.link_bytes = _bytes_of(uses, fetch_plan) + (0 if ahead is None else ahead.nbytes)
         return result
-
-    def launches_ahead(self, program: Program) -> bool:
-        """Return False: where parameters lie follows from the runs before."""
-        return False
-
-    def begin(
-        self, program: Program, inputs: Sequence[torch.Tensor], *, on_recording: OnRecording | None = None
-    ) -> Result:
-        """Run an inference."""
-        return self.run(program, inputs, on_recording=on_recording)
 
     def _load_ahead(self, program: Program, running: str) -> None:
         """Begin to copy a model in, unless that needs the bytes of the running one."""

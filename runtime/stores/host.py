@@ -43,7 +43,9 @@ Store = HostStore[Bytes]
 """One model's host copy. Its copies run in the calling thread, without holding the GIL."""
 
 
-def open_store(kind: StoreKind, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> Store:
+def open_store(
+    kind: StoreKind, path: Path, manifest: Manifest, *, verify_reads: bool = False
+) -> "RamStore | FileStore":
     """Open a weights file. With `verify_reads`, all bytes read are compared with checksums; raises StoreChanged."""
     if kind == "ram":
         return RamStore(path, manifest, verify_reads=verify_reads)
@@ -86,9 +88,6 @@ class RamStore:
         if s.is_encoded and destination.nbytes >= s.nbytes:
             return partial(_decode, decodings(s, source, destination))
         return lambda: np.copyto(destination, source[: destination.nbytes])
-
-    def link_bytes(self, segment: int) -> int:
-        return self.manifest.segments[segment].file_bytes
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
@@ -163,9 +162,6 @@ class FileStore:
             _decode(decoded)
 
         return read
-
-    def link_bytes(self, segment: int) -> int:
-        return self.manifest.segments[segment].file_bytes
 
     def _verify(self, segment: int, read: Bytes) -> None:
         nbytes = self.manifest.segments[segment].file_bytes
@@ -322,7 +318,7 @@ class _Direction:
 
 
 class LimitedStore:
-    """A store with a slower link, for simulation: a copy sleeps until `latency_s + bytes / bandwidth` have passed.
+    """A store with a slower link, for simulation: a copy sleeps until `bytes / bandwidth` have passed.
 
     Excess sleep is subtracted from the next copy, so that consecutive copies reach the bandwidth. Stores with the same
     `links` share the bandwidth: a copy waits for those of other threads.
@@ -330,23 +326,17 @@ class LimitedStore:
 
     staged = False
 
-    def __init__(
-        self, store: Store, bandwidth_bytes_per_s: float, latency_s: float = 0.0, links: "Links | None" = None
-    ) -> None:
+    def __init__(self, store: RamStore | FileStore, bandwidth_bytes_per_s: float, links: Links) -> None:
         self._store = store
         self.kind = store.kind
         self._bandwidth = bandwidth_bytes_per_s
-        self._latency_s = latency_s
-        self._links = links or Links()
+        self._links = links
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
         link = self._link(self._links.to_device)
         copy = self._store.copy(segment, destination)
-        nbytes = min(destination.nbytes, self._store.link_bytes(segment))
+        nbytes = min(destination.nbytes, self._store.manifest.segments[segment].file_bytes)
         return lambda: link.run(copy, nbytes)
-
-    def link_bytes(self, segment: int) -> int:
-        return self._store.link_bytes(segment)
 
     def table(self, name: str) -> torch.Tensor:
         return self._store.table(name)
@@ -361,7 +351,7 @@ class LimitedStore:
         return [_LimitedSpillBuffer(buffer, self._link(out), self._link(back)) for buffer in buffers]
 
     def _link(self, direction: _Direction) -> "_SlowLink":
-        return _SlowLink(self._latency_s, self._bandwidth, direction)
+        return _SlowLink(self._bandwidth, direction)
 
     def close(self) -> None:
         self._store.close()
@@ -370,8 +360,7 @@ class LimitedStore:
 class _SlowLink:
     """A slow link for one prepared copy. It remembers how long the copy itself took last time."""
 
-    def __init__(self, latency_s: float, bandwidth_bytes_per_s: float, direction: _Direction) -> None:
-        self._latency_s = latency_s
+    def __init__(self, bandwidth_bytes_per_s: float, direction: _Direction) -> None:
         self._bandwidth = bandwidth_bytes_per_s
         self._direction = direction
         self._copy_s = 0.0
@@ -380,7 +369,7 @@ class _SlowLink:
         """Sleep, then copy: the bytes arrive at the end, so that a premature read gets wrong bytes."""
         with self._direction.lock:
             begin = time.perf_counter() - self._direction.overslept_s
-            end = begin + self._latency_s + nbytes / self._bandwidth
+            end = begin + nbytes / self._bandwidth
             overslept_s = _sleep_until(end - self._copy_s)
             start = time.perf_counter()
             copy()

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,22 +26,11 @@ _registered: dict[int, Bytes] = {}
 """Pinned host memory by address, referenced so that the system cannot reuse the addresses before they are unpinned."""
 
 
-class Pinning(Protocol):
-    """Pins host memory for a device. Any thread."""
-
-    def pin(self, host: Bytes) -> None:
-        """Let copies read and write this host memory at the link's full speed. Raises MemoryExceeded."""
-        ...
-
-    def unpin(self, host: Bytes) -> None: ...
-
-    def near(self) -> AbstractContextManager[None]:
-        """Run the calling thread on the device's NUMA node inside the block; pages it touches first lie there."""
-        ...
-
-
 class HostPinning:
-    """Pins host memory for one device, by torch's index. The calling thread's current device stays what it is."""
+    """Pins host memory for one device, by torch's index. Any thread.
+
+    The calling thread's current device stays what it is.
+    """
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -55,6 +44,7 @@ class HostPinning:
             yield
 
     def pin(self, host: Bytes) -> None:
+        """Let copies read and write this host memory at the link's full speed. Raises MemoryExceeded."""
         try:
             with self._entered():
                 self._libcuda.pin(host.ctypes.data, host.nbytes)
@@ -71,6 +61,7 @@ class HostPinning:
         del _registered[host.ctypes.data]
 
     def near(self) -> AbstractContextManager[None]:
+        """Run the calling thread on the device's NUMA node inside the block; pages it touches first lie there."""
         return running_on(self._near_cpus)
 
     @cached_property
@@ -82,7 +73,7 @@ class HostPinning:
 class PinnedMemory:
     """Pinned host memory with a cap on its total size. Any thread."""
 
-    def __init__(self, pinning: Pinning, limit_bytes: int) -> None:
+    def __init__(self, pinning: HostPinning, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._pinning = pinning

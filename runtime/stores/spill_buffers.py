@@ -32,7 +32,7 @@ def ram_spill_buffers(sizes: Sequence[int]) -> list[SpillBuffer]:
     """Return buffers of these sizes in one region of memory."""
     starts = _starts(sizes)
     region = np.frombuffer(anonymous_memory(starts[-1]), np.uint8)
-    return [_RamSpillBuffer(region[at : at + nbytes]) for at, nbytes in zip(starts, sizes, strict=False)]
+    return [RamSpillBuffer(region[at : at + nbytes]) for at, nbytes in zip(starts, sizes, strict=False)]
 
 
 def file_spill_buffers(folder: Path, sizes: Sequence[int]) -> list[SpillBuffer]:
@@ -55,8 +55,8 @@ def _starts(sizes: Sequence[int]) -> list[int]:
     return list(accumulate((aligned(n, BLOCK_BYTES) for n in sizes), initial=0))
 
 
-class _RamSpillBuffer:
-    pinned = None
+class RamSpillBuffer:
+    pinned: torch.Tensor | None = None
 
     def __init__(self, memory: Bytes) -> None:
         self._memory = memory

@@ -65,7 +65,17 @@ class Planner:
         call = self._workers.call_low_priority if low_priority else self._workers.call
         ladders = [self._library.ladders(model, self._searcher) for model in models]
         division: Division = call(
-            _divide, models, memory_bytes, layout, lanes, least_workspace_bytes, rough, ladders=ladders
+            _sized,
+            _DIVIDING,
+            "division",
+            "divide",
+            models,
+            memory_bytes,
+            layout,
+            least_workspace_bytes=least_workspace_bytes,
+            lanes=lanes,
+            rough=rough,
+            ladders=ladders,
         )
         if keep and not least_workspace_bytes:
             by_rule = rough and not all(division.workspace_bytes in ladder for ladder in ladders)
@@ -92,7 +102,8 @@ class Planner:
 
     def least_workspace(self, model: ModelDemand, memory_bytes: int) -> int:
         """Return the smallest workspace size worth trying for a model."""
-        return self._workers.call(_least_workspace, model, memory_bytes)
+        sizes = self._workers.call(_sized, _planning(model), "fitting", "workspaces_for", model, memory_bytes)
+        return min(sizes, default=0)
 
     def known_plans(self, model: ModelDemand, memory: Memory) -> dict[Bucket, Plan] | None:
         """Return the cached plans of a full search, for this memory or the largest rung within it, if any."""
@@ -101,103 +112,75 @@ class Planner:
 
     def quick_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
         """Return the first feasible plans. Raises InfeasibleBudget, or WorkerFailed with its message."""
-        return self._workers.call(_plan, model, memory, None, self._searcher, quick=True)
+        plans: Mapping[Bucket, Plan] = self._workers.call(
+            _sized, _planning(model), "fitting", "plan_model", model, memory, searcher=self._searcher, quick=True
+        )
+        return plans
 
     def first_plans_by_size(
         self, model: ModelDemand, workspace_bytes: int
     ) -> list[tuple[Mapping[Bucket, Plan], bool]]:
         """Return the plans of each rung, smallest first, and whether they were searched; quick ones where there are
         none. Raises WorkerFailed."""
-        return self._workers.call_low_priority(
-            _first_plans_by_size, model, workspace_bytes, self._library, self._searcher
+        arguments = model, workspace_bytes, self._library, self._searcher
+        found: list[tuple[Mapping[Bucket, Plan], bool]] = self._workers.call_low_priority(
+            _sized, _planning(model), "ladder", "first_plans_by_size", *arguments
         )
+        return found
 
     def climb(self, model: ModelDemand, workspace_bytes: int) -> bool:
         """Search the plans of the least rung that the cache lacks, and cache them. Raises WorkerFailed.
 
         Returns whether every rung is cached.
         """
-        return workspace_bytes in self._library.ladders(model, self._searcher) or self._workers.call_low_priority(
-            _climb, model, workspace_bytes, self._library, self._searcher
-        )
+        if workspace_bytes in self._library.ladders(model, self._searcher):
+            return True
+        arguments = model, workspace_bytes, self._library, self._searcher, wait_for_requests, 1
+        ladder = self._workers.call_low_priority(_sized, _planning(model), "ladder", "climb", *arguments)
+        return ladder is not None
 
     def best_plans(self, model: ModelDemand, memory: Memory) -> Mapping[Bucket, Plan]:
         """Return a full search's plans for exactly this memory, and cache them. Raises as `quick_plans` does."""
         known = self._library.plans(model, memory, self._searcher)
-        return known or self._workers.call_low_priority(_plan, model, memory, self._library, self._searcher)
-
-
-def _divide(
-    models: Sequence[ModelDemand],
-    memory_bytes: int,
-    layout: str,
-    lanes: int,
-    least_workspace_bytes: int,
-    rough: bool = False,
-    ladders: Sequence[Mapping[int, Curve]] = (),
-) -> Division:
-    with stage(_DIVIDING):
-        division: Division = _planner("division").divide(
-            models,
-            memory_bytes,
-            layout,
-            least_workspace_bytes=least_workspace_bytes,
-            lanes=lanes,
-            rough=rough,
-            ladders=ladders,
-        )
-    return division
+        return known or self._workers.call_low_priority(_search, model, memory, self._library, self._searcher)
 
 
 def _least_memory(models: Sequence[ModelDemand], layout: str, lanes: int) -> int:
     try:
-        return _divide(models, 1, layout, lanes, 0).memory_bytes
+        division: Division = _sized(_DIVIDING, "division", "divide", models, 1, layout, lanes=lanes)
+        return division.memory_bytes
     except InfeasibleBudget as error:
         return error.least_bytes
 
 
-def _least_workspace(model: ModelDemand, memory_bytes: int) -> int:
-    with stage(f"planning model '{model.name}'"):
-        return min(_planner("fitting").workspaces_for(model, memory_bytes), default=0)
-
-
 def _memory_for(model: ModelDemand, partitions: Partitions, ladders: Mapping[int, Curve]) -> Memory | None:
-    with stage(f"planning model '{model.name}'"):
-        fitting = _planner("fitting")
-        free = partitions.memories(fitting.workspaces_for(model, partitions.arena_bytes))
-        found: Memory | None = fitting.fit(model, free, ladders)
+    sizes = _sized(_planning(model), "fitting", "workspaces_for", model, partitions.arena_bytes)
+    found: Memory | None = _sized(_planning(model), "fitting", "fit", model, partitions.memories(sizes), ladders)
     return found
 
 
-def _plan(
-    model: ModelDemand, memory: Memory, library: Library | None, searcher: str, quick: bool = False
-) -> Mapping[Bucket, Plan]:
-    with stage(f"planning model '{model.name}'"):
-        near = [] if library is None else _planner("ladder").between(model, memory, library, searcher)
-        plans: Mapping[Bucket, Plan] = _planner("fitting").plan_model(
-            model, memory, library, searcher, quick=quick, neighbours=near, pause=wait_for_requests
-        )
+def _search(model: ModelDemand, memory: Memory, library: Library, searcher: str) -> Mapping[Bucket, Plan]:
+    """Plan a model by a full search, which begins with the plans of the rungs next to its memory."""
+    near = _sized(_planning(model), "ladder", "between", model, memory, library, searcher)
+    plans: Mapping[Bucket, Plan] = _sized(
+        _planning(model),
+        "fitting",
+        "plan_model",
+        model,
+        memory,
+        library,
+        searcher,
+        neighbours=near,
+        pause=wait_for_requests,
+    )
     return plans
 
 
-def _climb(model: ModelDemand, workspace_bytes: int, library: Library, searcher: str) -> bool:
-    with stage(f"planning model '{model.name}'"):
-        ladder = _planner("ladder").climb(
-            model, workspace_bytes, library, searcher, wait_for_requests, most_searches=1
-        )
-    return ladder is not None
+def _planning(model: ModelDemand) -> str:
+    return f"planning model '{model.name}'"
 
 
-def _first_plans_by_size(
-    model: ModelDemand, workspace_bytes: int, library: Library, searcher: str
-) -> list[tuple[Mapping[Bucket, Plan], bool]]:
-    with stage(f"planning model '{model.name}'"):
-        plans: list[tuple[Mapping[Bucket, Plan], bool]] = _planner("ladder").first_plans_by_size(
-            model, workspace_bytes, library, searcher
-        )
-    return plans
-
-
-def _planner(module: str) -> Any:
-    """Import a module of the planner. This takes a second, so only planning processes do it."""
-    return import_module(f"cohabit.planner.sizing.{module}")
+def _sized(doing: str, module: str, function: str, *args: Any, **options: Any) -> Any:
+    """Call a function of `planner.sizing`. Importing it takes a second, so only planning processes do it."""
+    with stage(doing):
+        return getattr(import_module(f"cohabit.planner.sizing.{module}"), function)(*args, **options)

@@ -100,8 +100,6 @@ class DeviceThread:
         """By traced request: the function that receives its spans. Changed by the event loop."""
         self.computed_s = 0.0
         """Seconds of computation since the start."""
-        self.executing = (0.0, 0.0)
-        """Start and predicted duration of the current execution, in seconds; zeros without one."""
         self._owner = owner
         self._lane = lane
         self._running: _Execution | None = None
@@ -168,8 +166,6 @@ class DeviceThread:
             self._end(begun)
             begun = None
         self._running = begun
-        if begun is None:
-            self.executing = (0.0, 0.0)
         if batch is None and running is None and pending is not None:
             self._do_piece(pending)
 
@@ -228,9 +224,8 @@ class DeviceThread:
     def _starts(self, execution: "_Execution") -> None:
         """Note that the device has nothing before an execution."""
         execution.started_s = time.monotonic()
-        self.executing = (execution.started_s, execution.batch.predicted_s)
         for ticket in execution.tickets:
-            ticket.request.mark(*self.executing)
+            ticket.request.mark(execution.started_s, execution.batch.predicted_s)
 
     def _end(self, execution: "_Execution") -> None:
         """Wait for an execution. If it failed, execute its requests one by one, so that only the faulty ones fail."""

@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,9 +32,9 @@ from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizers import Tokenizers
 from cohabit.server.ipc.model import ENSEMBLE, ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request, SequenceId
-from cohabit.server.ipc.statistics import INVALID, REQUEST_SECONDS, EngineReport, Histogram
+from cohabit.server.ipc.statistics import INVALID, EngineReport
 from cohabit.server.observe.machine import Machine
-from cohabit.server.observe.metrics import Latencies, metrics_page
+from cohabit.server.observe.metrics import FrontendTimes, metrics_page
 from cohabit.server.observe.settings import LogSettings, log_changes
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.protocol import descriptions
@@ -84,12 +85,7 @@ class DataPlane:
         self._ensembles = Ensembles(client)
         self._machine = machine
         self._clock = clock
-        self._latencies: dict[ModelKey, Histogram] = {}
-        """Seconds from the arrival of a request's last byte to its answer, for answered requests."""
-        self._first_tokens: dict[ModelKey, Histogram] = {}
-        """Seconds from a prompt to the first token of its text."""
-        self._later_tokens: dict[ModelKey, Histogram] = {}
-        """Seconds from one token of a text to the next."""
+        self._times: defaultdict[ModelKey, FrontendTimes] = defaultdict(FrontendTimes)
         self.on_answer: Callable[[ModelKey, float], None] = lambda model, latency_s: None
         """Receives the latency of every answered request."""
         self.on_token: Callable[[float, bool], None] = lambda waited_s, first: None
@@ -216,7 +212,7 @@ class DataPlane:
                     metrics_page,
                     list(self._client.catalog),
                     report,
-                    Latencies(dict(self._latencies), dict(self._first_tokens), dict(self._later_tokens)),
+                    dict(self._times),
                     self._machine,
                     self._client.restarts,
                     self.memory.used_bytes,
@@ -236,13 +232,13 @@ class DataPlane:
         arrived_s = self._clock()
         yield
         latency_s = self._clock() - arrived_s
-        self._latencies.setdefault(model, Histogram.of(REQUEST_SECONDS)).add(latency_s)
+        self._times[model].answer.add(latency_s)
         self.on_answer(model, latency_s)
 
     def generated(self, model: ModelKey, seconds: float, *, first: bool) -> None:
         """Measure a token's waiting time: since the prompt for the first one, else since the previous one."""
-        measured = self._first_tokens if first else self._later_tokens
-        measured.setdefault(model, Histogram.of(REQUEST_SECONDS)).add(seconds)
+        times = self._times[model]
+        (times.first_token if first else times.later_token).add(seconds)
         self.on_token(seconds, first)
 
     @contextmanager

@@ -99,13 +99,13 @@ class RequestMemory(SharedMemory):
         """Whether bytes are in the pool."""
         return len(data) > 0 and self.offset_of(np.frombuffer(data, np.uint8)) is not None
 
-    def heartbeat(self) -> tuple[float, float, float]:
-        """Return a `HEARTBEAT`; zeros before the first iteration of the engine's event loop."""
-        beat_s, started_s, predicted_s = self.array(0, HEARTBEAT, (1,))[0]
-        return float(beat_s), float(started_s), float(predicted_s)
+    @property
+    def beat_s(self) -> float:
+        """Last iteration of the engine's event loop, by `time.monotonic`; 0 before the first."""
+        return float(self.array(0, HEARTBEAT, (1,))[0])
 
     def clear_heartbeat(self) -> None:
-        self.array(0, HEARTBEAT, (1,))[0] = (0.0, 0.0, 0.0)
+        self.array(0, HEARTBEAT, (1,))[0] = 0.0
 
     def close(self) -> None:
         """Close the file; the mapping is released with its last array."""

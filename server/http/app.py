@@ -4,7 +4,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,14 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler, Middleware
 
-from cohabit.page.html import static_policy
 from cohabit.server.errors import RequestError, Unauthenticated
 from cohabit.server.frontend.access import OPEN, Access, Permission
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.sites import ANY_NAME, Sites
 from cohabit.server.http.answers import JSON
-from cohabit.server.http.api_page import api_page
 from cohabit.server.http.endpoints import Endpoint, endpoints
 from cohabit.server.http.errors import error_response, response_of
-from cohabit.server.http.live_page import live_events, live_page_file, page_file
+from cohabit.server.http.live_page import live_events, live_page_file
 from cohabit.server.log import log_internal_error
 from cohabit.server.observe.prometheus import CONTENT_TYPE
 from cohabit.server.observe.request_trace import HEADER
@@ -39,14 +36,11 @@ def make_app(
     feed: LiveFeed | None = None,
     sites: Sites = ANY_NAME,
 ) -> web.Application:
-    """Make the application of the HTTP port. Bodies have at most `max_body_bytes`. With a feed, it serves pages."""
+    """Make the application of the HTTP port. Bodies have at most `max_body_bytes`. A feed is for the live page."""
     described = msgspec.json.encode(_described())
 
     async def openapi(request: web.Request) -> web.Response:
         return web.Response(body=described, content_type=JSON)
-
-    async def docs(request: web.Request) -> web.Response:
-        return page_file(await asyncio.to_thread(_docs_page), static_policy())
 
     app = web.Application(middlewares=[_traced(plane.tracer)])
     # This port's metrics need the same permission as statistics; scrapers without it use the metrics port.
@@ -62,9 +56,8 @@ def make_app(
     )
     if feed is not None:
         _add(app, access, [live_events(feed)])
-        # The pages are public: they have no data of the server, and the live page asks for the token.
+        # The page is public: it has no data of the server, and asks for the token.
         app.router.add_get("/", live_page_file)
-        app.router.add_get("/docs", docs)
     return app
 
 
@@ -81,11 +74,6 @@ def _described() -> dict[str, Any]:
     document: dict[str, Any] = msgspec.json.decode(Path(__file__).with_name("openapi.json").read_bytes())
     document["info"]["version"] = product_version()
     return document
-
-
-@cache
-def _docs_page() -> str:
-    return api_page(_described())
 
 
 def _metrics(plane: DataPlane, permission: Permission) -> Endpoint:

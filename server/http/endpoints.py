@@ -10,7 +10,7 @@ from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.http.api import InferenceApi
 from cohabit.server.http.completions import CompletionsApi
 from cohabit.server.http.control import ControlApi
-from cohabit.server.http.openai import OpenAiApi, RerankApi
+from cohabit.server.http.openai import OpenAiApi
 
 _TRACE = ("/v2/trace/setting", "/v2/models/{model}/trace/setting")
 
@@ -39,7 +39,7 @@ def endpoints(plane: DataPlane, max_body_bytes: int) -> Iterator[Endpoint]:
     yield Endpoint("POST", _of_models("/generate_stream"), api.generate_stream)
     openai = OpenAiApi(plane, max_body_bytes)
     yield Endpoint("POST", ("/v1/embeddings",), openai.embeddings)
-    yield Endpoint("POST", ("/v1/rerank",), RerankApi(plane, max_body_bytes).rerank)
+    yield Endpoint("POST", ("/v1/rerank",), openai.rerank)
     yield Endpoint("POST", ("/v1/completions",), texts.completions)
     yield Endpoint("POST", ("/v1/chat/completions",), texts.chat)
     yield Endpoint("GET", ("/v1/models", "/v1/models/{model}"), openai.models)

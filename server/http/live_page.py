@@ -15,18 +15,13 @@ _WRITE_S = 5.0
 
 
 async def live_page_file(request: web.Request) -> web.Response:
-    return page_file(live_page(), live_policy())
-
-
-def page_file(page: str, policy: str) -> web.Response:
-    """Answer with a page and its Content-Security-Policy."""
     headers = {
-        "Content-Security-Policy": f"{policy}; frame-ancestors 'none'",
+        "Content-Security-Policy": f"{live_policy()}; frame-ancestors 'none'",
         "Referrer-Policy": "no-referrer",
         "X-Content-Type-Options": "nosniff",
         hdrs.CACHE_CONTROL: "no-cache",
     }
-    return web.Response(text=page, content_type="text/html", headers=headers)
+    return web.Response(text=live_page(), content_type="text/html", headers=headers)
 
 
 def live_events(feed: LiveFeed) -> Endpoint:

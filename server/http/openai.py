@@ -143,16 +143,11 @@ class OpenAiApi:
             raise InvalidRequest(f"model '{info.name}' makes no embeddings of texts: {NEEDED}")
         return TextEncoder(info, output, self._plane.pooling(info), loaded.padding_id)
 
-
-class RerankApi:
-    """Scores documents with a cross-encoder, which reads each pair of query and document. Event loop's thread."""
-
-    def __init__(self, plane: DataPlane, max_body_bytes: int) -> None:
-        self._plane = plane
-        self._most_body_bytes = min(max_body_bytes, _MOST_BODY_BYTES)
-
     async def rerank(self, request: web.Request) -> web.StreamResponse:
-        """Score the documents, the best first. A score is the logistic function of the model's one logit."""
+        """Score documents with a cross-encoder, which reads each with the query; the best first.
+
+        A score is the logistic function of the model's one logit.
+        """
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, "send fewer documents")

@@ -10,9 +10,9 @@ from cohabit.server.ipc.model import Array
 PAGE_BYTES = mmap.PAGESIZE
 ALIGNMENT = 64
 
-HEARTBEAT = np.dtype([("beat_s", "<f8"), ("started_s", "<f8"), ("predicted_s", "<f8")])
-"""Layout at offset 0, times by `time.monotonic`: the last iteration of the engine's event loop; the start of the oldest
-execution under way (0 without one), and its predicted duration. Blocks begin after the first page."""
+HEARTBEAT = np.dtype("<f8")
+"""Layout at offset 0: the last iteration of the engine's event loop, by `time.monotonic`. Blocks begin after the first
+page."""
 
 Place = tuple[str, tuple[int, ...], int]
 """An array in a message: its dtype in numpy's short form, such as `<f4`, its shape, and its offset."""

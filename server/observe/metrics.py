@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
@@ -21,15 +21,19 @@ from cohabit.server.observe.prometheus import Family, Kind, Sample, single, writ
 from cohabit.server.protocol.descriptions import product_version
 
 
-@dataclass(frozen=True, slots=True)
-class Latencies:
-    """Seconds measured by a front end, by model."""
+def _seconds() -> Histogram:
+    return Histogram.of(REQUEST_SECONDS)
 
-    requests: Mapping[ModelKey, Histogram]
+
+@dataclass(frozen=True, slots=True)
+class FrontendTimes:
+    """Seconds of one model's requests, measured by the front end."""
+
+    answer: Histogram = field(default_factory=_seconds)
     """From the arrival of an answered request to its answer."""
-    first_tokens: Mapping[ModelKey, Histogram]
+    first_token: Histogram = field(default_factory=_seconds)
     """From a prompt to the first token of its text."""
-    later_tokens: Mapping[ModelKey, Histogram]
+    later_token: Histogram = field(default_factory=_seconds)
     """From one token to the next."""
 
 
@@ -39,9 +43,7 @@ class MetricSource:
 
     entry: ModelEntry
     report: ModelCounters
-    latency: Histogram
-    first_token: Histogram
-    later_token: Histogram
+    times: FrontendTimes
 
 
 Metric = Callable[[Sequence[MetricSource]], Family]
@@ -51,20 +53,17 @@ Metric = Callable[[Sequence[MetricSource]], Family]
 def metrics_page(
     entries: Sequence[ModelEntry],
     report: EngineReport,
-    latencies: Latencies,
+    times: Mapping[ModelKey, FrontendTimes],
     machine: Machine | None,
     restarts: int,
     request_bytes: int,
 ) -> bytes:
     """Write the metrics of the models, the device and the machine in Prometheus' text format. Any thread."""
-    none = Histogram.of(REQUEST_SECONDS)
     views = [
         MetricSource(
             entry,
             report.models.get(entry.key) or ModelCounters(ModelStatistics()),
-            latencies.requests.get(entry.key, none),
-            latencies.first_tokens.get(entry.key, none),
-            latencies.later_tokens.get(entry.key, none),
+            times.get(entry.key) or FrontendTimes(),
         )
         for entry in entries
         if entry.is_ready
@@ -134,10 +133,6 @@ def _by_reason(name: str, text: str, counts: Callable[[ModelStatistics], Mapping
 
 def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Histogram]) -> Metric:
     return _metric(name, "histogram", text, lambda view: [({}, value(view.report.statistics))])
-
-
-def _latency(name: str, text: str, read: Callable[[MetricSource], Histogram]) -> Metric:
-    return _metric(name, "histogram", text, lambda view: [({}, read(view))])
 
 
 def _of_texts(name: str, text: str, read: Callable[[MetricSource], Histogram]) -> Metric:
@@ -219,20 +214,21 @@ _METRICS = (
         "Milliseconds from a request's arrival to its response",
         lambda s: s.response_ms,
     ),
-    _latency(
+    _metric(
         "cohabit_request_seconds",
+        "histogram",
         "Seconds from a request's arrival to its answer, measured in the front end",
-        lambda view: view.latency,
+        lambda view: [({}, view.times.answer)],
     ),
     _of_texts(
         "cohabit_first_token_seconds",
         "Seconds from a prompt to the first generated token",
-        lambda view: view.first_token,
+        lambda view: view.times.first_token,
     ),
     _of_texts(
         "cohabit_later_token_seconds",
         "Seconds between generated tokens",
-        lambda view: view.later_token,
+        lambda view: view.times.later_token,
     ),
     _histogram("cohabit_queue_seconds", "Queueing time of answered requests, in seconds", lambda s: s.queued),
     _histogram(

@@ -67,8 +67,7 @@ class Tracer:
             return None
 
         def write(spans: Sequence[DeviceSpan]) -> None:
-            # Late: after the request's own events.
-            file.write(lane_events(spans, trace.context.trace_id), late=True)
+            file.write(lane_events(spans, trace.context.trace_id))
             if (watcher := self._watcher) is not None:
                 watcher(spans)
 

@@ -131,12 +131,6 @@ class Engine:
         """Why the device is lost; None while it works."""
         return self.lanes[0].lost
 
-    @property
-    def executing(self) -> tuple[float, float]:
-        """Start and predicted duration of the oldest running execution, in seconds; zeros if there is none."""
-        executing = (lane.device.executing for lane in self.lanes)
-        return min((one for one in executing if one[0]), default=(0.0, 0.0))
-
     def lane_of(self, model: ModelKey) -> ComputeLane:
         """Return a model's lane; for an unknown model the first lane, which raises ModelNotFound."""
         return next((lane for lane in self.lanes if lane.serves(model)), self.lanes[0])

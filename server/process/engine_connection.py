@@ -185,11 +185,11 @@ class EngineConnection:
     def hang_reason(self, watchdog_s: float) -> str | None:
         """Return why the engine counts as hung, or None.
 
-        It hangs if an execution, for any front end, exceeds both `watchdog_s` and PREDICTIONS_PER_EXECUTION times its
-        prediction, or if its event loop has not run for `watchdog_s`.
+        It hangs if an execution exceeds both `watchdog_s` and PREDICTIONS_PER_EXECUTION times its prediction, or if its
+        event loop has not run for `watchdog_s`.
         """
         now_s = self._clock()
-        beat_s, oldest_s, predicted_s = self._memory.heartbeat()
+        beat_s = self._memory.beat_s
         stalled = beat_s > 0 and now_s - beat_s > watchdog_s
         for pending in self._pending.values():
             started_s, expected_s = pending.request.marked
@@ -197,9 +197,6 @@ class EngineConnection:
             if started_s > 0 and now_s - started_s > limit_s:
                 pending.is_hung = not stalled  # without a heartbeat, the whole process may have been stopped
                 return f"an execution of model '{pending.request.model.name}' takes longer than {limit_s:.3g} s"
-        limit_s = max(watchdog_s, PREDICTIONS_PER_EXECUTION * predicted_s)
-        if oldest_s > 0 and now_s - oldest_s > limit_s:
-            return f"an execution takes longer than {limit_s:.3g} s"
         return f"its event loop has not run for {watchdog_s:.3g} s" if stalled else None
 
     @property

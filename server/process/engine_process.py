@@ -58,8 +58,8 @@ class FrontendConnection:
         )
 
     def beat(self) -> None:
-        """Update the heartbeat: the time, as a sign that the event loop runs, and the oldest running execution."""
-        self._heartbeat[0] = (time.monotonic(), *self._service.executing)
+        """Update the heartbeat, as a sign that the event loop runs."""
+        self._heartbeat[0] = time.monotonic()
 
     def _closed(self) -> None:
         for task in self._requests.values():
@@ -153,11 +153,6 @@ class EngineService:
     def engine(self) -> Engine:
         assert self._engine is not None  # the front end sends requests only after EntryChanged
         return self._engine
-
-    @property
-    def executing(self) -> tuple[float, float]:
-        """See `Engine.executing`."""
-        return (0.0, 0.0) if self._engine is None else self._engine.executing
 
     async def run(self) -> None:
         """Serve until the front end sends Stop or disconnects."""

@@ -34,8 +34,8 @@ from cohabit.server.repository.scan import scan
 from tests.support.e2e.archives import Archives
 from tests.support.e2e.serving import QUICK_SEARCH, infer, metric, process
 from tests.support.planner.reference import live_bytes, peak_bytes
-from tests.support.runtime.late import LateStore
 from tests.support.runtime.observing import addresses, observed
+from tests.support.runtime.stores import LateStore
 
 NON_PARAMETERS = ("input", "activation")
 

@@ -1,7 +1,6 @@
 """A model whose activations alone exceed the memory given is served in it, with the bits of its resident run."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +13,11 @@ from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.plan import SwapIn, SwapOut
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.binding.calls import Call
-from cohabit.runtime.binding.draft import ComputeStep
-from cohabit.runtime.binding.program import Program
 from cohabit.runtime.memory import StoreKind
 from tests.e2e.test_memory import NON_PARAMETERS, Deployed, FrameWatch, allocated_peak_bytes, deployed
 from tests.support.e2e.serving import infer, serving
 from tests.support.planner.reference import peak_bytes
-from tests.support.runtime.observing import addresses
+from tests.support.runtime.observing import addresses, on_one_thread
 
 LEVELS = 6
 BATCH = 4
@@ -107,25 +103,10 @@ def test_no_step_holds_more_than_the_plan_has_for_activations(small: Deployed) -
         assert max(watch.held.values()) <= small.workspace_bytes
 
 
-def on_one_thread(program: Program) -> Program:
-    """The same steps in the plan's order on the compute lane, the one thread whose allocations a profiler sees."""
-    copies = {s.step: s for s in (*program.swap_ins, *program.swap_outs)}
-    computes = {c.step: c for c in program.computes}
-    waiting: list[Call] = []
-    steps: list[ComputeStep[Call]] = []
-    for step in sorted({**copies, **computes}):
-        if step in copies:
-            waiting.append(lambda frame, copy=copies[step].copy: copy())
-        else:
-            calls = (*waiting, *computes[step].calls)
-            steps.append(replace(computes[step], calls=calls, swap_ins_before=0, swap_outs_before=0))
-            waiting = []
-    return replace(program, computes=tuple(steps), swap_ins=(), swap_outs=(), epilogue=0)
-
-
 def test_torch_allocates_no_more_than_the_plan_counts(small: Deployed) -> None:
     servable, examples = small.model("skips").servable, small.model("skips").lowered.examples
     graph, plan = small.model("skips").lowered.graphs[BUCKET], small.model("skips").plans[BUCKET]
+    # A profiler sees the allocations of one thread.
     program = on_one_thread(servable.programs[BUCKET])
     servable.executor.run(program, examples(BUCKET))
     allocated = allocated_peak_bytes(program, examples(BUCKET), servable)

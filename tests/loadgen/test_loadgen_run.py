@@ -1,7 +1,7 @@
 import pytest
 from msgspec.structs import replace
 
-from cohabit.loadgen.errors import ServerFailed, UsageError
+from cohabit.loadgen.errors import UsageError
 from cohabit.loadgen.load import Load
 from cohabit.loadgen.run import run_load
 from tests.support.server.fake_kserve import FakeKServe, serving
@@ -88,10 +88,3 @@ async def test_requests_carry_binary_tensors_of_the_batch() -> None:
     assert b'"shape":[3,4]' in head
     assert b'"binary_data_size":48' in head
     assert len(raw) == 48
-
-
-async def test_no_server_is_an_error() -> None:
-    async with serving(FakeKServe()) as url:
-        pass
-    with pytest.raises(ServerFailed, match="no server answers at"):
-        await run_load(url, LOAD)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cohabit.runtime.lowering import fusion
+from cohabit.runtime.lowering.lower import Lowered
 from tests.support.runtime import models
 
 
@@ -28,3 +29,11 @@ def one_thread() -> Iterator[None]:
 def _packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have linear layers take the form that does not depend on how fast this machine is."""
     monkeypatch.setattr(fusion, "fastest", lambda shape: "packed" if shape.packs else "plain")
+
+
+@pytest.fixture(scope="session")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    """Five layers, at batches 1 and 2. A width of 264 is the least whose weights are segments of their own."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("narrow")
+    return models.lowered(models.Wide(5, 264), {"x": torch.zeros(3, 264)}, folder, "wide", [1, 2])

@@ -4,7 +4,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +18,13 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.errors import DeviceError, DeviceLost
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from cohabit.runtime.memory import HostStore
-from cohabit.runtime.stores.host import LimitedStore, Links, RamStore, open_store
-from tests.runtime.test_executor import FailingStore, evicting_plan
+from cohabit.runtime.memory import Copy, HostStore
+from cohabit.runtime.stores.host import LimitedStore, Links
+from tests.runtime.test_executor import evicting_plan
 from tests.support.runtime.backends import BACKENDS, ROOM_BYTES, Bench, cpu, opened
 from tests.support.runtime.cuda_fake import FakeDriver
 from tests.support.runtime.plans import streaming_plan, with_room
+from tests.support.runtime.stores import FailingStore, WatchedStore
 
 WORKSPACE_BYTES = 14 << 20
 PARTITIONS = (32 << 20, 48 << 20)
@@ -77,25 +77,6 @@ def test_lanes_side_by_side_give_the_bits_of_a_resident_run(bench: Bench) -> Non
         assert all(torch.equal(output, expected) for output in outputs)
 
 
-def test_lanes_that_take_turns_on_one_thread_give_the_same_bits(bench: Bench) -> None:
-    expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
-    programs = [placed(bench, evicting_plan(bench.graph), lane) for lane in range(2)]
-    for _ in range(RUNS):
-        for executor, program in zip(bench.backend.executors(2), programs, strict=True):
-            assert torch.equal(executor.run(program, bench.lowered.examples(Bucket(2))).outputs[0], expected)
-
-
-def test_copies_of_a_lane_go_to_its_own_workspace_and_its_models_partition(bench: Bench) -> None:
-    for lane in range(2):
-        program = placed(bench, streaming_plan(bench.graph, frozenset({0, 3})), lane)
-        for step in (*program.swap_ins, *program.residents):
-            start, end = step.offset, step.offset + step.nbytes
-            in_workspace = lane * WORKSPACE_BYTES <= start and end <= (lane + 1) * WORKSPACE_BYTES
-            assert in_workspace or PARTITIONS[lane] <= start
-    assert bench.backend.executors(1)[0] is bench.executor
-    assert len({id(executor) for executor in bench.backend.executors(2)}) == 2
-
-
 def test_a_failed_copy_of_one_lane_leaves_the_other_alone(bench: Bench) -> None:
     expected = bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
     store = FailingStore(bench.lowered.weights_path, bench.lowered.manifest)
@@ -146,33 +127,23 @@ def test_a_link_with_a_limit_carries_one_copy_at_a_time_whichever_lane_asks(wide
     busy, both = threading.Lock(), threading.Barrier(2, timeout=20)
     met: set[int] = set()
 
-    class Exclusive(RamStore):
-        def copy(self, segment: int, destination: Any) -> Any:
-            copy = super().copy(segment, destination)
+    class Exclusive(WatchedStore):
+        def around(self, segment: int, destination: Any, copy: Copy) -> None:
+            assert busy.acquire(blocking=False), "two copies at once"
+            copy()
+            busy.release()
 
-            def alone() -> None:
-                assert busy.acquire(blocking=False), "two copies at once"
-                copy()
-                busy.release()
-
-            return alone
-
-    class Meeting(RamStore):
-        def copy(self, segment: int, destination: Any) -> Any:
-            copy = super().copy(segment, destination)
-
-            def met_once() -> None:
-                if threading.get_ident() not in met and threading.current_thread().name == "swap-in" and meeting:
-                    both.wait()
-                    met.add(threading.get_ident())
-                copy()
-
-            return met_once
+    class Meeting(WatchedStore):
+        def around(self, segment: int, destination: Any, copy: Copy) -> None:
+            if threading.get_ident() not in met and threading.current_thread().name == "swap-in" and meeting:
+                both.wait()
+                met.add(threading.get_ident())
+            copy()
 
     with opened(cpu, wide) as bench:
         links, meeting = Links(), False
         store = Exclusive(wide.weights_path, wide.manifest)
-        limited = [LimitedStore(store, 1e12, links=links) for _ in range(2)]
+        limited = [LimitedStore(store, 1e12, links) for _ in range(2)]
         plan = streaming_plan(bench.graph)
         side_by_side(bench, [placed(bench, plan, lane, limited[lane]) for lane in range(2)])
         programs = [placed(bench, plan, lane, Meeting(wide.weights_path, wide.manifest)) for lane in range(2)]
@@ -181,10 +152,9 @@ def test_a_link_with_a_limit_carries_one_copy_at_a_time_whichever_lane_asks(wide
         assert len(met) == 2, "without a limit two lanes copy at once"
 
 
-def test_every_store_of_a_backend_shares_its_link(wide: Lowered, tmp_path: Path) -> None:
+def test_every_store_of_a_backend_shares_its_link(wide: Lowered) -> None:
     backend = CpuBackend(link_bandwidth_bytes_per_s=1e9)
     first, second = (backend.open_store("ram", wide.weights_path, wide.manifest) for _ in range(2))
     assert isinstance(first, LimitedStore)
     assert isinstance(second, LimitedStore)
     assert first._links is second._links
-    assert LimitedStore(open_store("ram", wide.weights_path, wide.manifest), 1e9)._links is not first._links

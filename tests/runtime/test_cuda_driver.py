@@ -17,12 +17,12 @@ import torch
 
 from cohabit.runtime.cuda import driver as driver_module
 from cohabit.runtime.cuda import pools
-from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, Staging
-from cohabit.runtime.cuda.driver import CudaDriver
+from cohabit.runtime.cuda.driver import CudaDriver, DeviceMemory
+from cohabit.runtime.cuda.staging import SLOT_BYTES, STAGING_SLOTS, Staging
 from cohabit.runtime.errors import CaptureFailed, DeviceError, MemoryExceeded
 from cohabit.runtime.options import Tf32
 from cohabit.runtime.stores import pinned as pinned_module
-from cohabit.runtime.stores.libcuda import LibCuda, LibCudaError, OutOfDeviceMemory
+from cohabit.runtime.stores.libcuda import LibCuda
 
 
 class Library:
@@ -178,19 +178,12 @@ def test_host_memory_that_cannot_be_pinned_is_refused_by_name(driver: CudaDriver
     assert not library.pinned
 
 
-@pytest.mark.parametrize(("status", "error"), [(2, OutOfDeviceMemory), (999, LibCudaError)])
-def test_an_error_of_the_library_has_its_name(library: Library, status: int, error: type[Exception]) -> None:
-    library.status = status
-    with pytest.raises(error, match=rf"cuMemAlloc_v2: CUDA_ERROR_OF_THE_TEST \({status}\)"):
-        LibCuda(library).allocate(64)  # type: ignore[arg-type]
-
-
 class Pool:
     """A pool of torch's: what it counts as users, and what the driver has it release."""
 
     id = (0, 1)
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool = False, reset_releases: bool = False):
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ends_itself: bool, reset_releases: bool):
         """`ends_itself`: a failed `capture_end` has ended the allocation; `reset_releases`: `reset` then its use."""
         self.use_count = 1
         self.ended = 0
@@ -217,12 +210,27 @@ class Pool:
         monkeypatch.setattr(Graph, "reset", reset)
 
 
-@pytest.mark.parametrize("fails_at", [("begin", "end"), ("end",), ("issue",), ("issue", "end")])
+@pytest.mark.parametrize(
+    ("fails_at", "ends_itself", "reset_releases"),
+    [
+        (("begin", "end"), False, False),
+        (("issue", "end"), False, False),
+        (("issue",), False, True),
+        (("end",), False, False),
+        # From 2.12 on, torch has left the pool before it makes the graph; `reset` may or may not release that use.
+        (("end",), True, False),
+        (("end",), True, True),
+    ],
+)
 def test_a_failed_capture_leaves_nothing_behind(
-    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, fails_at: tuple[str, ...]
+    driver: CudaDriver,
+    monkeypatch: pytest.MonkeyPatch,
+    fails_at: tuple[str, ...],
+    ends_itself: bool,
+    reset_releases: bool,
 ) -> None:
     monkeypatch.setattr(Graph, "fails_at", fails_at)
-    pool: Any = Pool(monkeypatch, reset_releases="end" not in fails_at)
+    pool: Any = Pool(monkeypatch, ends_itself=ends_itself, reset_releases=reset_releases)
     collects: list[bool] = []
 
     def issue() -> None:
@@ -234,21 +242,9 @@ def test_a_failed_capture_leaves_nothing_behind(
         driver.capture(pool, issue)
     assert collects == ([] if "begin" in fails_at else [False]), "no garbage is collected in a capture"
     assert gc.isenabled()
-    assert pool.ended == ("end" in fails_at)
+    assert pool.ended == ("end" in fails_at and not ends_itself)
     assert pool.use_count == 1
     assert graphs[0].calls[-1] == "reset"
-
-
-@pytest.mark.parametrize("reset_releases", [True, False])
-def test_a_graph_that_could_not_be_made_leaves_a_pool_with_the_users_it_had(
-    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, reset_releases: bool
-) -> None:
-    """From 2.12 on, torch has left the pool before it makes the graph; `reset` may or may not release that use."""
-    monkeypatch.setattr(Graph, "fails_at", ("end",))
-    pool: Any = Pool(monkeypatch, ends_itself=True, reset_releases=reset_releases)
-    with pytest.raises(CaptureFailed):
-        driver.capture(pool, lambda: None)
-    assert pool.use_count == 1
 
 
 def test_what_a_failed_capture_made_is_gone_without_a_garbage_collection(
@@ -340,9 +336,9 @@ def test_what_is_open_at_exit_is_closed_graphs_first(driver: CudaDriver, monkeyp
     assert graph not in driver_module._graphs
 
 
-@pytest.mark.parametrize("known", [b"GPU-1-2", b"MIG-1-2"])
+@pytest.mark.parametrize("known", [b"GPU-1-2", b"MIG-1-2", None])
 def test_nvml_is_opened_once_for_the_gpu_or_the_part_of_one(
-    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, known: bytes
+    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch, known: bytes | None
 ) -> None:
     opened: list[str] = []
     own = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 << 20)
@@ -360,35 +356,21 @@ def test_nvml_is_opened_once_for_the_gpu_or_the_part_of_one(
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1-2"))
-    assert [driver.memory().process_bytes for _ in range(3)] == [5 << 20] * 3
+    found = [driver.memory().process_bytes for _ in range(3)]
+    assert found == [None if known is None else 5 << 20] * 3
     assert opened == ["init"]
-
-
-def test_where_nvml_knows_no_device_of_that_id_the_process_s_memory_is_unknown(
-    driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def handle(uuid: bytes) -> bytes:
-        raise RuntimeError("not found")
-
-    nvml = SimpleNamespace(NVMLError=RuntimeError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="1-2"))
-    assert driver.memory().process_bytes is None
 
 
 def test_a_thread_runs_near_the_device_of_that_pci_address(
     driver: CudaDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[int, ...]] = []
-    before = os.sched_getaffinity(0)
-    near = frozenset({min(before)})
-    monkeypatch.setattr(pinned_module, "local_cpus", lambda *address: asked.append(address) or near)
+    monkeypatch.setattr(pinned_module, "local_cpus", lambda *address: asked.append(address) or frozenset())
     its = SimpleNamespace(pci_domain_id=0, pci_bus_id=23, pci_device_id=1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: its)
     for _ in range(2):
         with driver.near():
-            assert os.sched_getaffinity(0) == near
-    assert os.sched_getaffinity(0) == before
+            pass
     assert asked == [(0, 23, 1)]
 
 
@@ -502,29 +484,30 @@ def test_a_pool_holds_its_live_tensors_and_not_those_of_others(
     pool.close()
 
 
-def test_why_torch_sees_no_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update it.")
+@pytest.mark.parametrize(
+    ("count", "refusing", "said", "message"),
+    [
+        (
+            0,
+            "init",
+            "The NVIDIA driver is too old (11040).\nPlease update it.",
+            r"sees 0 \(The NVIDIA driver is too old",
+        ),
+        (1, "set_device", "CUDA error: device(s) busy\nKernel errors ...", "0 cannot be used: .* busy; if another"),
+    ],
+)
+def test_a_device_that_cannot_be_opened_is_an_error_of_one_line(
+    count: int, refusing: str, said: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError(said)
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "init", refuse)
-    with pytest.raises(
-        DeviceError, match=r"sees 0 \(The NVIDIA driver .* too old \(found version 11040\)\.\); use"
-    ):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(count))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, refusing, refuse)
+    with pytest.raises(DeviceError, match=message) as caught:
         CudaDriver.open()
-
-
-def test_a_device_that_another_process_has_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(index: int) -> None:
-        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nCUDA kernel errors ...")
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", refuse)
-    with pytest.raises(
-        DeviceError, match=r"device 0 cannot be used: CUDA error: .* busy or unavailable; if another"
-    ):
-        CudaDriver.open()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_stream_that_was_given_back_is_used_again_and_its_staging_memory_is_free(

@@ -15,7 +15,7 @@ from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from tests.runtime.test_executor import evicting_plan
 from tests.support.runtime.backends import Bench, fake_cuda, opened
-from tests.support.runtime.cuda_fake import FakeDriver, pinned_array
+from tests.support.runtime.cuda_fake import FakeDriver, FakePool, pinned_array
 from tests.support.runtime.plans import streaming_plan
 
 MIB = 1 << 20
@@ -105,66 +105,21 @@ def test_a_graph_that_is_released_while_its_replay_is_queued(bench: Bench, monke
     program.close(driver_of(bench))
 
 
-def test_a_store_that_is_closed_while_copies_from_it_are_queued(bench: Bench) -> None:
-    """Planted: the executor is not asked to settle before."""
-    program, driver = loaded(bench), driver_of(bench)
-    bench.executor.settle()
-    with driver.on(bench.backend.streams.swap_in):  # type: ignore[attr-defined]
-        for command in program.schedule.epilogue:
-            program.copies[command.index]()
-    with pytest.raises(AssertionError, match="unpinned that a queued copy uses"):
-        bench.store.close()
-    bench.executor.settle()
+RELEASES: dict[str, Callable[[FakeDriver, torch.Tensor, np.ndarray, FakePool], object]] = {
+    "released that a queued copy uses": lambda driver, memory, host, pool: driver.free(memory),
+    "unpinned that a queued copy uses": lambda driver, memory, host, pool: driver.unpin(host),
+    "closed that queued kernels use": lambda driver, memory, host, pool: pool.close(),
+}
 
 
-def test_an_arena_that_is_freed_while_copies_to_it_are_queued(bench: Bench) -> None:
+@pytest.mark.parametrize("what", RELEASES)
+def test_memory_that_is_released_while_it_is_in_use(bench: Bench, what: str) -> None:
     driver = driver_of(bench)
-    memory, host = driver.allocate(4096), pinned_array(driver, 4096)
+    memory, host, pool = driver.allocate(4096), pinned_array(driver, 4096), driver.pool(driver.allocate(4 * MIB), 0)
     driver.copy(memory, torch.from_numpy(host))
-    with pytest.raises(AssertionError, match="released that a queued copy uses"):
-        driver.free(memory)
-    driver.drain()
-    driver.free(memory)
-
-
-def test_a_pool_that_is_closed_while_kernels_of_it_are_queued(bench: Bench) -> None:
-    driver = driver_of(bench)
-    pool = driver.pool(driver.allocate(4 * MIB), 0)
-    compute = bench.executor._streams.compute  # type: ignore[attr-defined]
-    with driver.on(compute), driver.allocating(pool):
+    with driver.on(bench.executor.streams.compute), driver.allocating(pool):  # type: ignore[attr-defined]
         driver.launch(lambda: None)
-    with pytest.raises(AssertionError, match="closed that queued kernels use"):
-        pool.close()
+    with pytest.raises(AssertionError, match=what):
+        RELEASES[what](driver, memory, host, pool)
     driver.drain()
-    pool.close()
-
-
-def test_a_lane_goes_on_while_another_one_captures(bench: Bench) -> None:
-    """A capture is its thread's: a replay of another lane is not part of it. Nor may that lane use its streams."""
-    first = bench.program(streaming_plan(bench.graph))
-    other = bench.backend.executors(2)[1]
-    driver, ended = driver_of(bench), list[object]()
-    compute = bench.executor._streams.compute  # type: ignore[attr-defined]
-    expected = bench.run(first).outputs[0]
-
-    def elsewhere() -> None:
-        ended.append(bench.run(first).outputs[0])
-        with driver.on(own.compute):
-            try:
-                driver.record(driver.event())
-            except AssertionError as error:
-                ended.append(str(error))
-
-    own = other._streams  # type: ignore[attr-defined]
-
-    def issue() -> None:
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-
-    with driver.on(own.compute):
-        graph = driver.capture(driver.pool(driver.allocate(MIB), 0), issue)
-    assert compute is not own.compute
-    assert torch.equal(ended[0], expected)  # type: ignore[arg-type]
-    assert ended[1] == "another thread captures the stream"
-    driver.release([graph])
+    RELEASES[what](driver, memory, host, pool)

@@ -23,7 +23,7 @@ from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.executor import CudaExecutor
 from cohabit.runtime.cuda.profiling import link, measure
 from cohabit.runtime.cuda.program import MOST_SCRATCH_BYTES
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.options import Options, Weights
 from cohabit.runtime.stores.host import open_store
 from tests.support.planner.graphs import PAGE, chain, profile_of
@@ -35,19 +35,14 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def lowered(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
-    folder = tmp_path_factory.mktemp("measured")
-    torch.manual_seed(0)
-    models.export(models.Wide(4, 264), {"x": torch.zeros(3, 264)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "wide", [1, 2], folder / "cache")
+def lowered(narrow: Lowered) -> Lowered:
+    return narrow
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     folder = tmp_path_factory.mktemp("larger")
-    torch.manual_seed(0)
-    models.export(models.Wide(40, 1024), {"x": torch.zeros(3, 1024)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "wide", [1], folder / "cache")
+    return models.lowered(models.Wide(40, 512), {"x": torch.zeros(3, 512)}, folder, "wide", [1])
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +60,13 @@ def measured(
 
 def test_a_profile_has_every_batch_and_positive_figures(lowered: Lowered) -> None:
     driver = FakeDriver()
-    sized, profiles = measured(CudaBackend(driver), lowered)
+    backend = CudaBackend(driver)
+    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
+    pinned_bytes = driver.pinned_bytes
+    sized, profiles = backend.measure(lowered, store, None, lambda text: None)
     assert sorted(profiles) == [Bucket(1), Bucket(2)]
     assert driver.allocated_bytes == driver.open_pools == 0, "what was measured with is released"
+    assert driver.pinned_bytes == pinned_bytes
     for batch, profile in profiles.items():
         assert profile.graph == sized.graphs[batch].fingerprint
         assert len(profile.op_seconds) == len(sized.graphs[batch].ops)
@@ -131,9 +130,8 @@ def test_a_model_larger_than_the_device_is_measured(wide: Lowered) -> None:
     assert measure.resident(sized.graphs[Bucket(1)]).memory.nbytes > driver.memory().total_bytes
 
 
-@pytest.mark.long
-def test_a_layer_plan_has_one_op_s_parameters_in_memory(wide: Lowered) -> None:
-    graph = wide.graphs[Bucket(1)]
+def test_a_layer_plan_has_one_op_s_parameters_in_memory(lowered: Lowered) -> None:
+    graph = lowered.graphs[Bucket(1)]
     plan = measure._layer_plan(graph, 1 << 40)
     check(graph, None, plan)
     largest = max(sum(graph.tensors[i].nbytes for i in op.reads if i in graph.parameters) for op in graph.ops)
@@ -228,15 +226,6 @@ def test_a_measurement_is_kept_and_belongs_to_its_device(lowered: Lowered, tmp_p
     measured(CudaBackend(FakeDriver()), lowered, tmp_path)
 
 
-def test_measuring_leaves_nothing_behind(lowered: Lowered) -> None:
-    driver = FakeDriver()
-    backend = CudaBackend(driver)
-    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    pinned_bytes = driver.pinned_bytes
-    backend.measure(lowered, store, None, lambda text: None)
-    assert driver.pinned_bytes == pinned_bytes
-
-
 @pytest.mark.parametrize(
     ("scratch_bytes", "small_bytes"), [(0, 0), (3 * MIB, 0), (3 * MIB, 3 * MIB)], ids=["none", "one", "several"]
 )
@@ -256,7 +245,7 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered, scratch_bytes: in
     program = backend.build(sized, plan, profiles[Bucket(2)], arena, Bases(0, plan.memory.partition_bytes), store)
     torch.manual_seed(0)
     with torch.no_grad():
-        expected = models.Wide(4, 264).eval()(*lowered.examples(Bucket(2)))
+        expected = models.Wide(5, 264).eval()(*lowered.examples(Bucket(2)))
     backend.executor.load(program)
     assert torch.equal(backend.executor.run(program, lowered.examples(Bucket(2))).outputs[0], expected)
     assert program.admission.graph is not None
@@ -264,9 +253,10 @@ def test_a_plan_made_from_a_measurement_runs(lowered: Lowered, scratch_bytes: in
 
 def test_measuring_again_and_again_takes_no_more_of_the_device(lowered: Lowered, tmp_path: Path) -> None:
     """Its streams, for which libraries keep workspaces, are used again; its staging memory is released."""
-    torch.manual_seed(0)
-    models.export(models.Wide(4, 264), {"x": torch.zeros(3, 264)}, tmp_path / "model.pt2")
-    encoded = lower(tmp_path / "model.pt2", "int8", [2], tmp_path / "cache", options=Options(weights="int8"))
+    options = Options(weights="int8")
+    encoded = models.lowered(
+        models.Wide(4, 264), {"x": torch.zeros(3, 264)}, tmp_path, "int8", [2], options=options
+    )
     driver = FakeDriver()
     backend = CudaBackend(driver)
     store = backend.open_store("ram", encoded.weights_path, encoded.manifest)

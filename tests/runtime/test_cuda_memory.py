@@ -6,22 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from msgspec import structs
 
-from cohabit.planner.lifetimes import peak_activation_bytes
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.arena import CudaArena
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.profiling.dry_run import large_bytes
-from cohabit.runtime.cuda.stores import PinnedStore, StagedStore
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.stores import pinned as pinned_module
 from cohabit.runtime.stores.pages import Bytes
 from cohabit.runtime.stores.pinned import LIMIT_VARIABLE, PinnedMemory, default_limit_bytes
-from tests.support.planner.graphs import PAGE, chain
 from tests.support.runtime import models
 from tests.support.runtime.cuda_fake import FakeDriver
 from tests.support.runtime.plans import with_room
@@ -32,9 +28,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     folder = tmp_path_factory.mktemp("tied")
-    torch.manual_seed(0)
-    models.export(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "tied", [1], folder / "cache")
+    return models.lowered(models.Tied(), {"tokens": torch.zeros(3, 5, dtype=torch.int64)}, folder, "tied", [1])
 
 
 def test_a_zone_is_one_large_piece_and_segments_for_small_tensors() -> None:
@@ -42,15 +36,6 @@ def test_a_zone_is_one_large_piece_and_segments_for_small_tensors() -> None:
     assert large_bytes(64 * MIB, 3) == 58 * MIB
     assert large_bytes(13 * MIB + 5, 1) == 10 * MIB
     assert large_bytes(11 * MIB, 1) == 0, "less than what the allocator takes whole"
-
-
-def test_the_live_peak_is_that_of_the_graph_s_own_order() -> None:
-    graph = chain([PAGE] * 3, activation_bytes=100)
-    assert peak_activation_bytes(graph) == 200, "each op has its input and its output"
-    heavy = structs.replace(
-        graph, ops=tuple(structs.replace(op, scratch_bytes=50 * n) for n, op in enumerate(graph.ops))
-    )
-    assert peak_activation_bytes(heavy) == 300
 
 
 def test_pinned_memory_has_a_cap() -> None:
@@ -138,17 +123,6 @@ def test_weights_that_cannot_be_read_are_not_pinned(tied: Lowered, tmp_path: Pat
     assert driver.pinned_bytes == backend.pinned_memory.used_bytes == 0
 
 
-def test_a_model_beyond_the_cap_passes_through_the_ring(tied: Lowered) -> None:
-    manifest = tied.manifest
-    backend = CudaBackend(FakeDriver(), pinned_limit_bytes=manifest.file_bytes + MIB)
-    first = backend.open_store("ram", tied.weights_path, manifest)
-    assert isinstance(first, PinnedStore)
-    first.close()
-    narrow = CudaBackend(FakeDriver(), pinned_limit_bytes=manifest.file_bytes - 1)
-    assert isinstance(narrow.open_store("ram", tied.weights_path, manifest), StagedStore)
-    assert isinstance(backend.open_store("file", tied.weights_path, manifest), StagedStore)
-
-
 @pytest.mark.parametrize("kind", ["ram", "file"])
 @pytest.mark.parametrize("limit_bytes", [None, 12 * MIB])
 def test_copies_bring_the_file_s_bytes_whatever_the_store(
@@ -194,15 +168,6 @@ def test_pinned_memory_lies_enterthe_device_and_in_huge_pages_before_it_is_pinne
     pinned.close()
 
 
-def test_the_arena_refuses_bytes_outside() -> None:
-    arena = CudaArena(FakeDriver(), 4096)
-    with pytest.raises(MemoryExceeded, match="outside of the arena"):
-        arena.bytes(4000, 100)
-    with pytest.raises(MemoryExceeded, match="outside of the arena"):
-        arena.tensor(0, torch.float32, (2000,), (1,))
-    assert arena.tensor(128, torch.float32, (4, 8), (1, 4)).stride() == (1, 4)
-
-
 def test_a_plan_whose_zone_is_too_small_is_refused_with_the_numbers(tied: Lowered) -> None:
     driver = FakeDriver()
     backend = CudaBackend(driver)
@@ -246,23 +211,3 @@ def test_a_pool_with_too_few_segments_for_small_tensors_is_followed_by_the_next(
     store.close()
     arena.close()
     assert driver.allocated_bytes == 0
-
-
-def test_two_pools_of_a_program_are_never_in_use_at_once(tied: Lowered, tmp_path: Path) -> None:
-    """The fake refuses a pool inside of a pool; a model at two batch sizes shares the bytes one after the other."""
-    torch.manual_seed(0)
-    models.export(models.Wide(3, 264), {"x": torch.zeros(3, 264)}, tmp_path / "model.pt2")
-    lowered = lower(tmp_path / "model.pt2", "wide", [1, 4], tmp_path / "cache")
-    backend = CudaBackend(FakeDriver())
-    store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
-    plans = {b: resident_plan(lowered.graphs[b]) for b in (Bucket(1), Bucket(4))}
-    arena = backend.arena(8 * MIB)
-    programs = {
-        b: backend.build(lowered, p, None, arena, Bases(0, p.memory.partition_bytes), store)
-        for b, p in plans.items()
-    }
-    backend.executor.load(programs[Bucket(1)])
-    one = backend.executor.run(programs[Bucket(1)], [lowered.examples(Bucket(4))[0][:1]]).outputs[0]
-    four = backend.executor.run(programs[Bucket(4)], lowered.examples(Bucket(4))).outputs[0]
-    torch.testing.assert_close(one[0], four[0])
-    backend.close()

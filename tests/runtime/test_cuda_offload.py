@@ -1,7 +1,6 @@
 """Activations that leave a CUDA device's memory and come back: a third stream, and no wait too few or too many."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import pytest
@@ -16,14 +15,21 @@ from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.cuda.backend import CudaBackend
-from cohabit.runtime.cuda.commands import FORK
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from tests.runtime.test_cuda_order import lowering, schedule_of, wait_count, without, wrong_runs
+from tests.runtime.test_cuda_order import (
+    goes_wrong,
+    lowering,
+    needed_waits,
+    schedule_of,
+    small,
+    without,
+    wrong_runs,
+)
 from tests.support.planner.graphs import profile_of
 from tests.support.runtime import models
-from tests.support.runtime.backends import Bench, fake_cuda, fake_staged, fake_streams, opened
+from tests.support.runtime.backends import fake_cuda, fake_staged, fake_streams, opened
 from tests.support.runtime.cuda_fake import FakeDriver
 from tests.support.runtime.plans import offloading_plan
 
@@ -54,33 +60,13 @@ class Skips(nn.Module):
 @pytest.fixture(scope="module")
 def lowered(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
     folder = tmp_path_factory.mktemp("skips")
-    torch.manual_seed(0)
-    models.export(Skips(), {"x": torch.zeros(3, WIDTH)}, folder / "model.pt2")
-    return lower(folder / "model.pt2", "skips", [2], folder / "cache")
+    return models.lowered(Skips(), {"x": torch.zeros(3, WIDTH)}, folder, "skips", [2])
 
 
 @pytest.fixture(scope="module")
 def expected(lowered: Lowered) -> torch.Tensor:
     with small(fake_cuda, lowered) as bench:
         return bench.run(bench.program(resident_plan(bench.graph))).outputs[0]
-
-
-def small(make: Callable[[int], CudaBackend], lowered: Lowered, seed: int = 0) -> AbstractContextManager[Bench]:
-    return opened(lambda: make(seed), lowered, arena_bytes=10 << 20)
-
-
-def goes_wrong(make: Callable[[int], CudaBackend], lowered: Lowered, plan: Plan, expected: torch.Tensor) -> bool:
-    for seed in range(200):
-        try:
-            with small(make, lowered, seed) as bench:
-                if wrong_runs(bench, plan, expected):
-                    return True
-        except (
-            AssertionError,
-            DeviceError,
-        ):  # a capture that is not closed; bytes that are not there when it is tried
-            return True
-    return False
 
 
 def streaming_too(graph: Graph) -> Plan:
@@ -108,20 +94,14 @@ def test_every_order_of_the_streams_gives_the_resident_run_s_bits(
             assert wrong_runs(bench, plan, expected) == 0, f"seed {seed}"
 
 
-@pytest.mark.parametrize("make", [fake_cuda, fake_streams])
 @pytest.mark.parametrize("name", PLANS)
-def test_without_any_one_wait_some_order_goes_wrong(
-    name: str, make: Callable[[int], CudaBackend], lowered: Lowered, expected: torch.Tensor
-) -> None:
+def test_without_any_one_wait_some_order_goes_wrong(name: str, lowered: Lowered, expected: torch.Tensor) -> None:
     plan = PLANS[name](lowered.graphs[Bucket(2)])
     commands = schedule_of(lowered, plan).inference
     assert {"copy_out", "deallocate", "allocate", "copy_back"} <= {command.verb for command in commands}
-    waits = [command for command in commands if command.verb == "wait"]
-    for left_out in range(wait_count(commands)):
-        if make is fake_streams and waits[left_out].index == FORK:
-            continue  # by it the copies join a capture; streams do without
+    for left_out in needed_waits(commands):
         with lowering(lambda s, n=left_out: replace(s, inference=without(s.inference, n))):  # type: ignore[misc]
-            assert goes_wrong(make, lowered, plan, expected), f"wait {left_out} of {name} is not needed"
+            assert goes_wrong(lowered, plan, expected), f"wait {left_out} of {name} is not needed"
 
 
 def test_places_are_pinned_under_the_cap_and_given_back(lowered: Lowered) -> None:
@@ -141,9 +121,8 @@ def test_places_beyond_the_cap_are_refused_with_the_numbers(lowered: Lowered) ->
         bench.program(offloading_plan(bench.graph))
 
 
-@pytest.mark.parametrize("make", [fake_cuda, fake_streams])
-def test_a_timeline_has_all_three_lanes(make: Callable[[int], CudaBackend], lowered: Lowered) -> None:
-    with small(make, lowered) as bench:
+def test_a_timeline_has_all_three_lanes(lowered: Lowered) -> None:
+    with small(fake_cuda, lowered) as bench:
         program = bench.program(offloading_plan(bench.graph))
         timeline = bench.run(program, traced=True).timeline
         assert timeline is not None

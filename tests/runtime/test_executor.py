@@ -17,19 +17,15 @@ from cohabit.planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
 from cohabit.runtime.binding.program import Bases, Program
-from cohabit.runtime.cpu.arena import CpuArena
-from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.errors import DeviceError, MemoryExceeded
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
-from cohabit.runtime.memory import HostStore
-from cohabit.runtime.stores.host import RamStore
-from tests.support.planner.reference import live_bytes
+from cohabit.runtime.memory import Copy, HostStore
+from cohabit.runtime.stores.pages import Bytes
 from tests.support.runtime import models
-from tests.support.runtime.backends import BACKENDS, Bench, cpu, opened
-from tests.support.runtime.late import LateStore
-from tests.support.runtime.observing import addresses, observed
+from tests.support.runtime.backends import BACKENDS, Bench, opened
 from tests.support.runtime.plans import streaming_plan
+from tests.support.runtime.stores import FailingStore, LateStore, WatchedStore
 
 
 @pytest.fixture(params=BACKENDS)
@@ -93,35 +89,6 @@ def test_a_resident_on_its_way_back_while_the_last_op_runs_is_waited_for(bench: 
         assert torch.equal(bench.run(program).outputs[0], expected[0])
 
 
-def test_every_parameter_address_lies_in_the_model_s_regions_and_live_bytes_under_the_budget(wide: Lowered) -> None:
-    with opened(cpu, wide) as bench:
-        assert addresses_in_use(bench) == 12, "a weight and a bias for each of six layers"
-
-
-def addresses_in_use(bench: Bench) -> int:
-    """Count parameters that calls read in the arena; each must lie in the model's regions."""
-    assert isinstance(bench.arena, CpuArena)
-    assert isinstance(bench.executor, CpuExecutor)
-    plan = streaming_plan(bench.graph, frozenset({1, 2}))
-    program = bench.program(plan)
-    arena = addresses(bench.arena)
-    high = arena.start + program.plan.memory.nbytes
-    seen = 0
-
-    def watch(step: int, frame: list[object]) -> None:
-        nonlocal seen
-        for call in next(c for c in program.computes if c.step == step).calls:
-            for cell in call.__closure__ or ():
-                value = cell.cell_contents
-                if isinstance(value, torch.Tensor) and value.data_ptr() in arena:
-                    assert value.data_ptr() + value.nbytes <= high
-                    seen += 1
-
-    bench.executor.run(observed(program, watch), bench.lowered.examples(Bucket(2)))
-    assert max(live_bytes(bench.graph, plan)) <= plan.memory.nbytes
-    return seen
-
-
 def test_a_program_that_would_leave_the_arena_is_refused(bench: Bench) -> None:
     plan = streaming_plan(bench.graph)
     with pytest.raises(MemoryExceeded, match="outside of the arena"):
@@ -147,40 +114,18 @@ def test_the_measured_timeline_has_every_step_in_lane_order(bench: Bench) -> Non
     )
 
 
-class FailingStore(RamStore):
-    """A store whose copies of one segment fail while `failing` is set."""
-
-    failing = False
-    segment = 4
-
-    def copy(self, segment, destination):  # type: ignore[no-untyped-def]
-        copy = super().copy(segment, destination)
-
-        def attempt() -> None:
-            if self.failing and segment == self.segment:
-                raise OSError("medium error")
-            copy()
-
-        return attempt
-
-
-class FailingOnceStore(RamStore):
+class FailingOnceStore(WatchedStore):
     """A store whose copies of segment 0 fail, slowly, until `failures_left` is used up."""
 
     failures_left = 0
 
-    def copy(self, segment, destination):  # type: ignore[no-untyped-def]
-        copy = super().copy(segment, destination)
-
-        def attempt() -> None:
-            if segment == 0 and self.failures_left:
-                time.sleep(0.02)
-                destination[:] = 0
-                self.failures_left -= 1
-                raise OSError("medium error")
-            copy()
-
-        return attempt
+    def around(self, segment: int, destination: Bytes, copy: Copy) -> None:
+        if segment == 0 and self.failures_left:
+            time.sleep(0.02)
+            destination[:] = 0
+            self.failures_left -= 1
+            raise OSError("medium error")
+        copy()
 
 
 def test_a_failed_copy_is_an_error_answer_and_the_next_run_is_right(bench: Bench) -> None:

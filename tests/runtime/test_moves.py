@@ -21,7 +21,7 @@ from cohabit.runtime.backend import Backend, Result
 from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.executor import CudaExecutor
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import HostStore
 from cohabit.runtime.stores.host import open_store
@@ -53,8 +53,7 @@ def lowered(tmp_path_factory: pytest.TempPathFactory) -> list[Lowered]:
     for seed in range(2):
         folder: Path = tmp_path_factory.mktemp("moves")
         torch.manual_seed(seed)
-        models.export(models.Wide(5, 264), {"x": torch.zeros(3, 264)}, folder / "model.pt2")
-        made.append(lower(folder / "model.pt2", f"wide{seed}", [2], folder / "cache"))
+        made.append(models.lowered(models.Wide(5, 264), {"x": torch.zeros(3, 264)}, folder, f"wide{seed}", [2]))
     return made
 
 

@@ -40,6 +40,12 @@ def bench(wide: Lowered) -> Iterator[Bench]:
         yield bench
 
 
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory: pytest.TempPathFactory) -> Lowered:
+    folder = tmp_path_factory.mktemp("linear")
+    return models.lowered(torch.nn.Linear(512, 512), {"input": torch.zeros(2, 512)}, folder, "m", [2])
+
+
 def test_every_op_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cohabit.runtime.measure.stopwatch, "_MEASURING_S", 0.0)
     profile = CpuBackend().measure(bench.lowered, bench.store, None, lambda text: None)[1][Bucket(2)]
@@ -241,17 +247,15 @@ def test_parameters_from_ram_are_measured_in_the_last_level_cache(
     cache_bytes: int,
     expected: int,
     quick: bool,
-    tmp_path: Path,
+    linear: Lowered,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where no other link limits the copies and every parameter fits."""
     monkeypatch.setattr(cohabit.runtime.measure.stopwatch, "_MEASURING_S", 0.0)
     monkeypatch.setattr(cohabit.runtime.cpu.backend, "last_level_cache_bytes", lambda: cache_bytes)
-    models.export(torch.nn.Linear(512, 512), {"input": torch.zeros(2, 512)}, tmp_path / "m.pt2")
-    lowered = lower(tmp_path / "m.pt2", "m", [2], tmp_path)
     backend = CpuBackend(bandwidth)
-    store = backend.open_store(kind, lowered.weights_path, lowered.manifest)
-    profile = backend.measure(lowered, store, None, lambda text: None, quick=quick)[1][Bucket(2)]
+    store = backend.open_store(kind, linear.weights_path, linear.manifest)
+    profile = backend.measure(linear, store, None, lambda text: None, quick=quick)[1][Bucket(2)]
     store.close()
     assert profile.window_bytes == expected
     assert profile.provisional is quick

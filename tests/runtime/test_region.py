@@ -24,16 +24,6 @@ def fetched(plan: FetchPlan) -> list[int]:
     return [fetch.segment for fetch in plan.fetches]
 
 
-def test_one_model_at_a_time_comes_whole_to_the_same_bytes_and_stays_until_another_runs() -> None:
-    region = ParameterRegion(PAGE, 6 * PAGE, "one", whole=True)
-    first = region.plan_run(model("a", 1, 2))
-    assert first == FetchPlan((), (Fetch(0, PAGE, 0, 0), Fetch(1, 2 * PAGE, 1, 0)))
-    assert region.plan_run(model("a", 1, 2)) == FetchPlan(((0, PAGE), (1, 2 * PAGE)), ())
-    region.plan_run(model("b", 1))
-    assert names(region) == {"b"}
-    assert region.plan_run(model("a", 1, 2)) == first
-
-
 def test_whole_models_leave_in_the_order_of_their_last_use_and_no_more_than_must() -> None:
     region = ParameterRegion(0, 8 * PAGE, "models", whole=True)
     for name in "abcd":
@@ -88,11 +78,6 @@ def test_a_model_larger_than_the_region_streams_through_it_and_each_copy_waits_f
         )  # fmt: skip
 
 
-def test_without_prefetch_a_copy_waits_until_its_step_is_next() -> None:
-    plan = ParameterRegion(0, 4 * PAGE, "tensors", whole=False).plan_run(model("a", 1, 1, 1), prefetch=False)
-    assert [fetch.computes_before for fetch in plan.fetches] == [0, 1, 2]
-
-
 def test_what_a_step_has_already_moves_where_it_is_in_the_way_of_the_rest() -> None:
     region = ParameterRegion(0, 3 * PAGE, "tensors", whole=False)
     region.plan_run(model("x", 1))
@@ -110,15 +95,6 @@ def test_a_model_that_can_never_fit_is_refused_with_the_numbers() -> None:
             ParameterRegion(0, 2 * PAGE, keeps, whole=True).plan_run(model("big", 1, 2))
     with pytest.raises(MemoryExceeded, match=r"big: the parameters of one of its ops take 12.0 KiB"):
         ParameterRegion(0, 2 * PAGE, "tensors", whole=False).plan_run(model("big", 1, 3))
-
-
-def test_a_model_whose_copies_failed_comes_anew() -> None:
-    region = ParameterRegion(0, 4 * PAGE, "models", whole=True)
-    region.plan_run(model("a", 1, 1))
-    region.plan_run(model("b", 1, 1))
-    region.forget("a")
-    assert fetched(region.plan_run(model("a", 1, 1))) == [0, 1]
-    assert region.plan_run(model("b", 1, 1)).fetches == ()
 
 
 def check_bytes(region: ParameterRegion, uses: ParameterUses, plan: FetchPlan) -> None:

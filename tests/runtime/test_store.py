@@ -20,7 +20,7 @@ from cohabit.runtime.errors import DeviceError, StoreChanged
 from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.lowering.weights import description_path
 from cohabit.runtime.measure.profile import resident_plan
-from cohabit.runtime.stores.host import FileStore, LimitedStore, StoreKind, open_store
+from cohabit.runtime.stores.host import FileStore, LimitedStore, Links, StoreKind, open_store
 from tests.support.runtime import models
 from tests.support.runtime.plans import streaming_plan
 
@@ -187,7 +187,7 @@ def test_what_a_sleep_takes_too_long_is_taken_off_the_next_copy(
     )
     destination = np.zeros(lowered.manifest.segments[0].nbytes, np.uint8)
     inner = open_store("ram", lowered.weights_path, lowered.manifest)
-    copy = LimitedStore(inner, destination.nbytes).copy(0, destination)  # one copy per second
+    copy = LimitedStore(inner, destination.nbytes, Links()).copy(0, destination)  # one copy per second
     for count in (1, 2, 3):
         copy()
         assert now_s == count + 0.125

@@ -18,7 +18,7 @@ from cohabit.server.engine.servable import ProgramServable, describe
 from cohabit.server.observe.spans import COMPUTE, SWAP_IN
 from tests.runtime.test_executor import evicting_plan, partition_plan
 from tests.support.runtime.backends import Bench, cpu, opened
-from tests.support.runtime.gated import WAIT_S, GatedStore
+from tests.support.runtime.stores import WAIT_S, GatedStore
 from tests.support.server.server_fakes import Running, running, serving
 from tests.support.server.server_http import infer
 

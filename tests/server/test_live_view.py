@@ -411,7 +411,6 @@ def test_events_follow_what_the_server_does(own: Running) -> None:
 def test_without_the_setting_there_is_no_page() -> None:
     with running(serving(adder()), ui="off") as handle:
         assert ask(handle, "GET", "/").status == 404
-        assert ask(handle, "GET", "/docs").status == 404
         assert ask(handle, "GET", "/ui/events").status == 404
 
 
@@ -421,7 +420,6 @@ def test_events_need_the_token_that_metrics_need_and_the_page_none(tmp_path: Pat
     control_tokens.write_text(CONTROL)
     with running(serving(adder()), token_files=(infer_tokens,), control_token_files=(control_tokens,)) as guarded:
         assert ask(guarded, "GET", "/").status == 200
-        assert ask(guarded, "GET", "/docs").status == 200
         assert ask(guarded, "GET", "/ui/events").status == ask(guarded, "GET", "/metrics").status == 401
         for token in (TOKEN, CONTROL):
             with events(guarded, token) as response:
@@ -465,18 +463,3 @@ def test_a_client_that_reads_nothing_keeps_no_place(own: Running, monkeypatch: p
             next_event(response)  # one that reads is kept
         assert feed._watchers == 1
         next_event(response)
-
-
-def test_the_page_of_the_endpoints_has_every_one_and_runs_nothing(own: Running) -> None:
-    described = json.loads(ask(own, "GET", "/v2/openapi.json").body)
-    served = ask(own, "GET", "/docs")
-    page = served.body.decode()
-    for path, item in described["paths"].items():
-        if "{version}" in path or path == "/v2/":
-            continue
-        for method in item.keys() & {"get", "post"}:
-            assert f"<b>{method.upper()}</b> <code>{path}</code>" in page
-    assert "<script" not in page
-    policy = served.headers["content-security-policy"]
-    assert policy.startswith("default-src 'none'")
-    assert "script-src" not in policy

@@ -4,14 +4,15 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
 
 from cohabit.server.commands import EXIT_USAGE
-from cohabit.server.config.config import cache_of
+from cohabit.server.config.config import ServeConfig, cache_of
 from cohabit.server.config.setting import PREFIX
 from cohabit.server.config.sources import add_flags, read_settings
 from cohabit.server.ipc.model import DeviceUse
@@ -29,6 +30,13 @@ SELECTOR = re.compile(r"\b((?:nv|cohabit)_\w+)\{([^}]*)\}")
 LABEL = re.compile(r'(\w+)=~?"')
 TARGET_LABELS = {"instance", "job"}
 """What Prometheus adds to every sample."""
+
+
+def config_of(arguments: list[str], environment: Mapping[str, str] = MappingProxyType({})) -> ServeConfig:
+    """What these arguments of `cohabit serve` set."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
+    return read_settings(parser.parse_args(arguments), environment).config
 
 
 def everything(server: Running) -> Samples:
@@ -84,11 +92,9 @@ def test_the_deployment_starts_the_server_with_settings_that_exist() -> None:
     (deployment,) = [d for d in documents if d["kind"] == "Deployment"]
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_flags(parser)
     assert container["args"][0] == "serve"
     environment = {e["name"]: e.get("value", "") for e in container.get("env", []) if e["name"].startswith(PREFIX)}
-    config = read_settings(parser.parse_args(container["args"][1:]), environment).config
+    config = config_of(container["args"][1:], environment)
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"http": config.http_port, "grpc": config.grpc_port, "metrics": config.metrics_port}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -105,10 +111,7 @@ def test_the_deployment_starts_the_server_with_settings_that_exist() -> None:
 def test_the_serving_runtime_starts_the_server_with_settings_that_exist_on_the_port_that_is_probed() -> None:
     runtime, service = yaml.safe_load_all((DOCS / "kserve.yaml").read_text())
     (container,) = runtime["spec"]["containers"]
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_flags(parser)
-    environment = {e["name"]: e["value"] for e in container["env"]}
-    config = read_settings(parser.parse_args(container["args"][1:]), environment).config
+    config = config_of(container["args"][1:], {e["name"]: e["value"] for e in container["env"]})
     assert not config.takes_client_shm
     assert [port["containerPort"] for port in container["ports"]] == [config.http_port]
     for probe in ("startupProbe", "readinessProbe"):
@@ -144,9 +147,7 @@ def test_the_systemd_unit_starts_the_server_with_settings_that_exist_and_keeps_w
     credentials = {value.partition(":")[0] for key, _, value in settings if key == "LoadCredential"}
     program, command, *arguments = shlex.split(unit["ExecStart"])
     assert (Path(program).name, command) == ("cohabit", "serve")
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    add_flags(parser)
-    config = read_settings(parser.parse_args([a.replace("%d", "/credentials") for a in arguments]), {}).config
+    config = config_of([a.replace("%d", "/credentials") for a in arguments])
     tokens = [*config.token_files, *config.control_token_files]
     assert {path.name for path in tokens} == credentials
     assert all(path.parent == Path("/credentials") for path in tokens)
@@ -195,10 +196,7 @@ def test_the_guides_settings_file_is_accepted(tmp_path: Path) -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", (DOCS / "operating.md").read_text(), re.DOTALL)
     path = tmp_path / "cohabit.toml"
     path.write_text(block)
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
-    config = read_settings(parser.parse_args(["--config", str(path)]), {}).config
-    assert config.model_rates["resnet50"] == 40
+    assert config_of(["--config", str(path)]).model_rates["resnet50"] == 40
 
 
 def test_every_metric_of_the_guide_exists(server: Running) -> None:

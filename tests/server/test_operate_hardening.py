@@ -69,7 +69,9 @@ def test_a_model_folder_that_is_a_link_out_is_refused(repository: Path) -> None:
 
 def test_links_within_the_repository_are_followed(repository: Path) -> None:
     (repository / "m" / "2").symlink_to(repository / "m" / "1")
-    (model,) = versions_of(repository, "m")
+    (repository / "same").symlink_to(repository / "m")
+    model, same = scan(repository)
+    assert isinstance(same, ModelSource)
     assert isinstance(model, ModelSource)
     assert model.version == 2
     assert model.path.read_bytes() == b"inside"

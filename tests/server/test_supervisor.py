@@ -294,7 +294,7 @@ async def test_a_model_fails_after_two_hangs_however_often_each_is_seen() -> Non
         (pending,) = client._pending.values()
         for _ in range(2):
             pending.request.mark(now_s - 50.0, 0.1)
-            memory.array(0, HEARTBEAT, (1,))["beat_s"] = beat_s
+            memory.array(0, HEARTBEAT, (1,))[0] = beat_s
             for _ in range(3):
                 assert "takes longer than 10 s" in (client.hang_reason(10.0) or "")
             client.died("it hung")

@@ -252,12 +252,12 @@ def test_a_full_file_takes_no_more_and_stays_sound(tmp_path: Path, caplog: pytes
     assert caplog.text.count("the trace file is full") == 1
 
 
-def test_what_comes_late_to_a_trace_that_is_written_is_written_at_once(tmp_path: Path) -> None:
-    file = TraceFile(tmp_path / "t.json", flush_every=2)
+def test_events_are_in_the_file_within_a_second_or_so(tmp_path: Path) -> None:
+    file = TraceFile(tmp_path / "t.json")
     file.write([{"ph": "X", "name": "request"}])
-    file.write([{"ph": "X", "name": "with it"}], late=True)
+    file.write([{"ph": "X", "name": "with it"}])
     file.write([{"ph": "X", "name": "another"}])
-    file.write([{"ph": "X", "name": "lanes"}], late=True)
+    file.write([{"ph": "X", "name": "lanes"}])
     eventually(lambda: b"lanes" in (tmp_path / "t.json").read_bytes())
     file.close()
     file.write([{"ph": "X", "name": "too late"}])

@@ -26,7 +26,7 @@ DOCUMENT = app._described()
 OPERATIONS = [
     (path, method) for path, item in DOCUMENT["paths"].items() for method in item if method in ("get", "post")
 ]
-PAGES = {("/", "get"), ("/docs", "get"), ("/ui/events", "get")}
+PAGES = {("/", "get"), ("/ui/events", "get")}
 """What `--ui off` removes. The events go on until their client leaves."""
 TEXT = st.text(max_size=6) | st.sampled_from(
     ["wide", "small", "x", "y", "0", "timeout", "binary_data_size", "\x00"]

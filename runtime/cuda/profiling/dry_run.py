@@ -12,8 +12,8 @@ import torch
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import Graph
 from cohabit.planner.plan import Compute, Drop, Step, SwapIn
-from cohabit.runtime.cuda.api import AllocatorPool
 from cohabit.runtime.cuda.issue import Streams
+from cohabit.runtime.cuda.pools import CarvedPool
 from cohabit.runtime.errors import MemoryExceeded
 
 SMALL_SEGMENT_BYTES = 2 << 20
@@ -30,7 +30,7 @@ def fitting_pools(
     steps: Sequence[Step],
     memory: torch.Tensor,
     overhead_bytes: int = 0,
-) -> Iterator[AllocatorPool]:
+) -> Iterator[CarvedPool]:
     """Yield pools over `memory` that hold a graph's tensors throughout these steps.
 
     The pools differ in the number of segments for small tensors. The caller closes each before asking for the next.
@@ -62,7 +62,7 @@ def fits(
     streams: Streams,
     graph: Graph,
     steps: Sequence[Step],
-    pool: AllocatorPool,
+    pool: CarvedPool,
     overhead_bytes: int = 0,
 ) -> bool:
     """Whether a pool can hold the counted tensors of these steps."""
@@ -70,7 +70,6 @@ def fits(
     ops = {n: graph.ops[step.op] for n, step in enumerate(steps) if isinstance(step, Compute)}
     last_use = {i: n for n, op in ops.items() for i in (*op.reads, *op.writes)}
     kept = set(graph.outputs)
-    comes_back = {s.tensor: n for n, s in enumerate(steps) if isinstance(s, SwapIn) and s.address is None}
 
     def make(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=driver.device)
@@ -81,7 +80,7 @@ def fits(
             for n, step in enumerate(steps):
                 if isinstance(step, Drop):
                     held.pop(step.tensor, None)
-                elif isinstance(step, SwapIn) and step.tensor in comes_back:
+                elif isinstance(step, SwapIn) and step.address is None:
                     held[step.tensor] = make(graph.tensors[step.tensor].nbytes)
                 elif isinstance(step, Compute):
                     held |= {i: make(graph.tensors[i].nbytes) for i in ops[n].writes}

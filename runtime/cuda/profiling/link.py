@@ -10,7 +10,6 @@ import torch
 from msgspec import UNSET, UnsetType
 
 from cohabit.planner.profile import Link
-from cohabit.runtime.cuda.api import Stream
 from cohabit.runtime.cuda.issue import Streams
 from cohabit.runtime.cuda.stores import Ring
 from cohabit.runtime.lowering.weights import Manifest
@@ -147,13 +146,13 @@ class LinkBench:
     def _copy_out(self, nbytes: int) -> None:
         self._streams.driver.copy(self._buffer[:nbytes], self._device[:nbytes])
 
-    def _link(self, stream: Stream, copy: Callable[[int], None]) -> Link:
+    def _link(self, stream: torch.cuda.Stream, copy: Callable[[int], None]) -> Link:
         """Derive the latency from small blocks, the bandwidth from large copies."""
         latency_s = statistics.median(self._seconds(stream, copy, _BLOCK_BYTES, _BLOCKS) for _ in range(_ROUNDS))
         whole_s = statistics.median(self._seconds(stream, copy, _COPY_BYTES, _COPIES) for _ in range(_ROUNDS))
         return Link(latency_s, _COPY_BYTES / max(whole_s - latency_s, whole_s * 0.05, _LEAST_S))
 
-    def _seconds(self, stream: Stream, copy: Callable[[int], None], nbytes: int, count: int) -> float:
+    def _seconds(self, stream: torch.cuda.Stream, copy: Callable[[int], None], nbytes: int, count: int) -> float:
         driver = self._streams.driver
         start, end = driver.event(timed=True), driver.event(timed=True)
         with driver.on(stream):

@@ -24,7 +24,7 @@ from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Address, Compute, Drop, Plan, Step, SwapIn
 from cohabit.planner.profile import Link, Profile
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.backend import DeviceBackend, OnProgress
+from cohabit.runtime.backend import Backend, OnProgress
 from cohabit.runtime.binding.program import Bases
 from cohabit.runtime.cuda.executor import CudaExecutor
 from cohabit.runtime.cuda.profiling.dry_run import LEAST_LARGE_BYTES
@@ -38,7 +38,6 @@ from cohabit.runtime.memory import HostStore
 from cohabit.runtime.stores.pinned import PinnedMemory
 
 FORMAT_VERSION = 6
-CudaDevice = DeviceBackend[CudaProgram]
 _ROUNDS = 7
 _QUEUE_S = 0.03
 """Seconds that the device is held while an inference is issued op by op, so that it runs without gaps."""
@@ -71,7 +70,7 @@ _decoder = msgspec.json.Decoder(Measurement)
 
 
 def measured(
-    device: CudaDevice,
+    device: Backend,
     device_id: str,
     alone: Callable[[], AbstractContextManager[CudaExecutor]],
     pinned: PinnedMemory,
@@ -136,7 +135,7 @@ def _only_process(folder: Path | None, device: str) -> Iterator[None]:
 
 
 def _measure(
-    device: CudaDevice,
+    device: Backend,
     executor: CudaExecutor,
     pinned: PinnedMemory,
     lowered: Lowered,
@@ -189,11 +188,12 @@ def _measure(
 
 @contextmanager
 def loaded(
-    device: CudaDevice, executor: CudaExecutor, lowered: Lowered, store: HostStore[torch.Tensor], plan: Plan
+    device: Backend, executor: CudaExecutor, lowered: Lowered, store: HostStore[torch.Tensor], plan: Plan
 ) -> Iterator[CudaProgram]:
     """Load a plan's program into a separate arena, for the block."""
     arena = device.arena(plan.memory.nbytes)
     program = device.build(lowered, plan, None, arena, Bases(0, plan.memory.partition_bytes), store)
+    assert isinstance(program, CudaProgram)
     try:
         executor.load(program)
         yield program
@@ -281,7 +281,7 @@ def _op_seconds(
 
 
 def _corrected(
-    device: CudaDevice,
+    device: Backend,
     executor: CudaExecutor,
     lowered: Lowered,
     store: HostStore[torch.Tensor],

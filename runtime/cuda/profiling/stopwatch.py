@@ -1,7 +1,9 @@
 """Times every command of one inference on the device."""
 
-from cohabit.runtime.cuda.api import Driver, Event
+import torch
+
 from cohabit.runtime.cuda.commands import Command, Copy
+from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.cuda.issue import Perform
 from cohabit.runtime.cuda.program import CudaProgram
 from cohabit.runtime.recording import Recording
@@ -10,11 +12,11 @@ from cohabit.runtime.recording import Recording
 class CudaStopwatch:
     """Two timed events around each command. A joined copy's time is divided among its parts by bytes."""
 
-    def __init__(self, driver: Driver, program: CudaProgram) -> None:
+    def __init__(self, driver: CudaDriver, program: CudaProgram) -> None:
         self._driver = driver
         self._program = program
         self._origin = driver.event(timed=True)
-        self._timed: list[tuple[Command, Event, Event]] = []
+        self._timed: list[tuple[Command, torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:
         """Record the origin of all times on the current stream."""

@@ -1,4 +1,4 @@
-"""A CUDA device made of CPU tensors, as hostile as CUDA's rules allow. See `runtime.cuda.api`.
+"""A CUDA device made of CPU tensors, as hostile as CUDA's rules allow. See `runtime.cuda.driver`.
 
 Device memory and pinned memory are CPU tensors. A stream is a queue of closures; an event gates what waits for its
 last record. Nothing runs until somebody blocks, and then streams advance in an order that is drawn from a seed: on
@@ -29,7 +29,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cohabit.runtime.cuda.api import SLOT_BYTES, STAGING_SLOTS, DeviceMemory, Staging
+from cohabit.runtime.cuda.driver import DeviceMemory
+from cohabit.runtime.cuda.staging import SLOT_BYTES, STAGING_SLOTS, Staging
 from cohabit.runtime.errors import CaptureFailed, MemoryExceeded
 from cohabit.runtime.options import Tf32
 from cohabit.runtime.stores.pages import Bytes
@@ -149,17 +150,14 @@ class _Making(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, pool: FakePool, *, limited: bool, replaced: bool = False) -> None:
+    def __init__(self, pool: FakePool, *, limited: bool) -> None:
         super().__init__()
         self._pool = pool
         self._limited = limited
-        self._replaced = replaced
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         given = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = function(*args, **(kwargs or {}))
-        if self._replaced and function in (torch.ops.aten.linear.default, torch.ops.aten.addmm.default):
-            result *= 1 + 2**-16
         for made in tree_leaves(result):
             if isinstance(made, torch.Tensor) and _storage(made) not in given:
                 self._pool.note(made)
@@ -185,7 +183,7 @@ class FakeDriver:
         """What small tensors of any kernel need at once: pools with less in segments for them refuse it."""
         self.plan_bytes: tuple[int, ...] = ()
         """The scratch of each plan that a kernel can choose from, in the order in which its library tries them, as
-        cuDNN does: one that gets no memory is silently replaced by the next, which has other bits."""
+        cuDNN does: one that gets no memory is silently replaced by the next."""
         self.least_pool_bytes = 0
         """What torch's allocator needs: smaller pools refuse to serve."""
         self.broken: str | None = None
@@ -319,8 +317,8 @@ class FakeDriver:
                 raise torch.OutOfMemoryError("out of the pool's memory")
             if pool is not None and self.small_tensors_bytes > pool.small_bytes:
                 pool.refused_bytes = self.small_tensors_bytes
-            is_replaced = self._chosen_plan_bytes(pool, left_bytes) != self.plan_bytes[:1]
-            with nullcontext() if pool is None else _Making(pool, limited=False, replaced=is_replaced):
+            self._chosen_plan_bytes(pool, left_bytes)
+            with nullcontext() if pool is None else _Making(pool, limited=False):
                 kernels()
 
         self._put(Action(run, pool=pool))

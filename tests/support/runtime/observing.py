@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from cohabit.runtime.binding.draft import SwapStep
+from cohabit.runtime.binding.calls import Call
+from cohabit.runtime.binding.draft import ComputeStep
 from cohabit.runtime.binding.program import Program
 from cohabit.runtime.lowering.slots import Frame
 from cohabit.runtime.memory import DeviceArena
@@ -37,28 +38,17 @@ def addresses(arena: DeviceArena[Any]) -> range:
     return range(first, first + arena.nbytes)
 
 
-def serialised(program: Program) -> Program:
-    """The same program without overlap: each step waits for all copies that can have ended by then."""
-    counts = [_issuable(program, computes) for computes in range(len(program.computes))]
-    computes = tuple(
-        replace(step, swap_ins_before=max(step.swap_ins_before, ins), swap_outs_before=outs)
-        for step, (ins, outs) in zip(program.computes, counts, strict=True)
-    )
-    return replace(program, computes=computes)
-
-
-def _issuable(program: Program, computes: int) -> tuple[int, int]:
-    """How many swap-ins and swap-outs may have ended once so many compute steps have."""
-    ins = outs = 0
-    while True:
-        before = ins, outs
-        while ins < len(program.swap_ins) and _may_start(program.swap_ins[ins], computes, outs):
-            ins += 1
-        while outs < len(program.swap_outs) and _may_start(program.swap_outs[outs], computes, ins):
-            outs += 1
-        if before == (ins, outs):
-            return before
-
-
-def _may_start(step: SwapStep, computes: int, others: int) -> bool:
-    return step.computes_before <= computes and step.others_before <= others
+def on_one_thread(program: Program) -> Program:
+    """The same steps in the plan's order on the compute lane, without overlap."""
+    copies = {s.step: s for s in (*program.swap_ins, *program.swap_outs)}
+    computes = {c.step: c for c in program.computes}
+    waiting: list[Call] = []
+    steps: list[ComputeStep] = []
+    for step in sorted({**copies, **computes}):
+        if step in copies:
+            waiting.append(lambda frame, copy=copies[step].copy: copy())
+        else:
+            calls = (*waiting, *computes[step].calls)
+            steps.append(replace(computes[step], calls=calls, swap_ins_before=0, swap_outs_before=0))
+            waiting = []
+    return replace(program, computes=tuple(steps), swap_ins=(), swap_outs=(), epilogue=0)
