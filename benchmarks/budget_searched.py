@@ -75,7 +75,7 @@ MIB = 1 << 20
 class ThrottledStore:
     """A spill store as fast as a slow disk: a copy ends no earlier than it would there."""
 
-    def __init__(self, store: SpillStore, bytes_per_s: float) -> None:
+    def __init__(self, store: SpillStore[Any], bytes_per_s: float) -> None:
         self._store, self._bytes_per_s = store, bytes_per_s
         self._free_s = 0.0
 
@@ -164,7 +164,8 @@ def measured(name: str, share: str, mb_per_s: float, rounds: int) -> dict[str, A
     loop, eager, checkpointed = Loop(name), Loop(name), Loop(name)
     checkpointed.model.checkpointing = True  # type: ignore[assignment]
     limits = cohabit.budget(share, loop.model, loop.optimizer, store="file", search=SEARCHERS[0])
-    limits._residency.spill = ThrottledStore(limits._residency.spill, 1e6 * mb_per_s)
+    throttled = ThrottledStore(limits._residency.spill, 1e6 * mb_per_s)
+    limits._residency.spill = throttled  # type: ignore[assignment]
     is_same = True
 
     def turn() -> tuple[tuple[float, float], tuple[float, float], float, float]:
@@ -173,13 +174,13 @@ def measured(name: str, share: str, mb_per_s: float, rounds: int) -> dict[str, A
         nonlocal is_same
         losses = [0.0, 0.0]
         for number in range(2):
-            waited, moved = limits._waits.seconds, limits.moved_bytes
+            waited, moved = limits._residency.waits.seconds, limits.moved_bytes
             mine = loop.step()
             losses[number] = loop.loss
         for number in range(2):
             theirs = others.submit(eager.step).result()
             is_same &= eager.loss == losses[number]
-        return mine, theirs, limits._waits.seconds - waited, limits.moved_bytes - moved
+        return mine, theirs, limits._residency.waits.seconds - waited, limits.moved_bytes - moved
 
     with limits:
         planner = limits._planner

@@ -32,7 +32,7 @@ from cohabit.runtime.stores.host import open_store
 
 REQUIRED = ("inline_grad_regions", "drop_assertions", "apply_options", "drop_unused", "leave_tables_on_host")
 """Without these a program is not served, or is another one."""
-OPERANDS_ONLY = ("absorb_padding", "drop_casts", "fold_rows")
+OPERANDS_ONLY = ("drop_casts", "fold_rows")
 """They may give ops other operands, and replace none."""
 ROUND_S = 0.02
 """Quick models are run again and again in a round, for so long."""

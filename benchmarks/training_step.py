@@ -24,8 +24,9 @@ from torch import Tensor, nn
 import cohabit
 from benchmarks.edge.cgroup import MIB
 from benchmarks.training_nets import NETS, TINY, Blocks, eager_step, loss
-from benchmarks.training_waits import CopyTimes
 from cohabit.runtime.heap import keep_freed_memory, release_free_memory
+from cohabit.runtime.training.budget import Budget
+from cohabit.runtime.training.copies.copying import CopyThread
 
 TORCH = ("eager", "checkpoint", "activation_budget", "saved_to_file")
 BUDGETS = ("budget", "budget_size")
@@ -67,6 +68,59 @@ class Cgroup:
 
     def _read(self, name: str) -> str:
         return (self._folder / name).read_text()
+
+
+class CopyTimes:
+    """Seconds of a budget's copies since it was made, in the thread of the loop and in that of the copies."""
+
+    def __init__(self, limits: Budget) -> None:
+        self._limits, self._moved_bytes = limits, limits.moved_bytes
+        self._copier = limits._residency.copier
+        self._copied_s = self._all_copies_s()
+        self._depth = 0
+        self.waited_s = 0.0
+        """In which the loop's ops could not run: their own copies, waits for the copy thread, choosing evictions."""
+        self.loop_copies_s = 0.0
+        """Of copies that the loop's ops made: a part of `waited_s`."""
+        for name in ("make_room", "bring_in", "finish_oldest"):
+            setattr(limits._residency, name, self._waited(getattr(limits._residency, name)))
+        self._copier.make = self._made(self._copier.make)  # type: ignore[method-assign]
+
+    def of_step(self, steps: int) -> dict[str, float]:
+        """Return the means of a number of steps."""
+        return {
+            "swapped_bytes": (self._limits.moved_bytes - self._moved_bytes) / steps,
+            "waited_s": self.waited_s / steps,
+            "loop_copies_s": self.loop_copies_s / steps,
+            "thread_copies_s": (self._all_copies_s() - self._copied_s - self.loop_copies_s) / steps,
+        }
+
+    def _all_copies_s(self) -> float:
+        assert isinstance(self._copier, CopyThread)
+        return sum(seconds for _, seconds in self._copier._made.values())
+
+    def _made(self, make: Callable[..., None]) -> Callable[..., None]:
+        def timed(copy: Any) -> None:
+            began_s = time.perf_counter()
+            make(copy)
+            self.loop_copies_s += time.perf_counter() - began_s
+
+        return timed
+
+    def _waited(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the residency that counts as waiting, once where one calls another."""
+
+        def timed(*args: Any) -> Any:
+            self._depth += 1
+            began_s = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                self._depth -= 1
+                if not self._depth:
+                    self.waited_s += time.perf_counter() - began_s
+
+        return timed
 
 
 class SavedToFile:
@@ -147,11 +201,9 @@ def run(arguments: argparse.Namespace) -> None:
         total_bytes = before + budget + ALLOWANCE_BYTES
         memory = f"{total_bytes} total" if arguments.contestant == "budget" else budget
         limits = cohabit.budget(memory, model, optimizer, batch, store="file")
-    copies = None if limits is None else CopyTimes(limits)
     with nullcontext() if limits is None else limits:
         timed_steps(step, arguments.warm_up, losses)
-        if copies is not None:
-            copies.start()
+        copies = None if limits is None else CopyTimes(limits)
         seconds = timed_steps(step, arguments.steps, losses)
         copied = {} if copies is None else copies.of_step(arguments.steps)
     found: dict[str, Any] = {

@@ -66,7 +66,7 @@ def resnet(
 ) -> Measured:
     """ResNet-152, lowered at `batches` at once and measured at one of them; both are kept in the folder."""
     path = export_resnet152(FOLDER / "resnet152" / "1" / "model.pt2")
-    lowered = lower(path, "resnet152", batches, FOLDER / "lowered", print, options, compare_rows=False)
+    lowered = lower(path, "resnet152", batches, FOLDER / "lowered", print, options)
     store = backend.open_store("ram", lowered.weights_path, lowered.manifest)
     lowered = replace(lowered, traces={Bucket(batch): lowered.traces[Bucket(batch)]})
     lowered, profiles = backend.measure(lowered, store, FOLDER / "profiles", print)

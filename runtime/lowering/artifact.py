@@ -7,7 +7,6 @@ of nodes and get new names when read: torch writes names into code.
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -47,12 +46,6 @@ class NotPlain(UnsupportedModel):
         )
 
 
-class PortRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    name: str
-    dtype: str
-    shape: tuple[int | str | None, ...]
-
-
 class InstructionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     target: str
@@ -76,103 +69,51 @@ class TraceRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     numbers: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class LoweredProgram:
-    """Contents of the file of a lowered model."""
+class LoweredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file of a lowered model. `lowering` identifies the code and the archive that it came from."""
 
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    batched: bool
-    traces: Mapping[Bucket, Trace]
+    lowering: str
     weights: str
     """Fingerprint of the manifest of the weights traced with. Which weights are packed may depend on the batch
     sizes."""
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    batched: bool
+    traces: tuple[msgspec.Raw, ...]
+    """`TraceRecord`s of all buckets, as `encode_traces` makes them."""
     interaction: str | None = None
     dynamic: DynamicShape = STATIC
     changed_inputs: tuple[str, ...] = ()
     validation: Validation | None = None
     encoding: Encoding | None = None
     saved_table_bytes: int = 0
-
-
-class Artifact(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A `LoweredProgram` as written. `lowering` identifies the code and the archive that it came from."""
-
-    lowering: str
-    weights: str
-    inputs: tuple[PortRecord, ...]
-    outputs: tuple[PortRecord, ...]
-    batched: bool
-    interaction: str | None
-    traces: tuple[msgspec.Raw, ...]
-    """`TraceRecord`s."""
     format_version: int = FORMAT_VERSION
-    dynamic: DynamicShape = STATIC
-    changed_inputs: tuple[str, ...] = ()
-    validation: Validation | None = None
-    encoding: Encoding | None = None
-    saved_table_bytes: int = 0
 
 
-_decoder = msgspec.json.Decoder(Artifact)
+_decoder = msgspec.json.Decoder(LoweredProgram, dec_hook=lambda kind, name: dtype_of(name))
 _trace_decoder = msgspec.json.Decoder(TraceRecord)
 _traces: WeakValueDictionary[str, Trace] = WeakValueDictionary()
 """Traces in use, by their digests."""
 
 
-def encode(lowering: str, program: LoweredProgram) -> bytes:
-    """Return the artifact's JSON. Raises UnsupportedModel for a program without a JSON form."""
-    artifact = Artifact(
-        lowering=lowering,
-        weights=program.weights,
-        inputs=_port_records(program.inputs),
-        outputs=_port_records(program.outputs),
-        batched=program.batched,
-        interaction=program.interaction,
-        traces=tuple(_encoded(trace) for _, trace in sorted(program.traces.items())),
-        dynamic=program.dynamic,
-        changed_inputs=program.changed_inputs,
-        validation=program.validation,
-        encoding=program.encoding,
-        saved_table_bytes=program.saved_table_bytes,
-    )
-    return msgspec.json.encode(artifact)
+def encode(program: LoweredProgram) -> bytes:
+    return msgspec.json.encode(program, enc_hook=dtype_name)
 
 
-def decode(raw: bytes, lowering: str | None) -> LoweredProgram:
-    """Decode an artifact. Raises FormatError, also for another `lowering`; None accepts any."""
-    artifact = decode_as(raw, _decoder, "lowered model", FORMAT_VERSION)
-    if lowering is not None and artifact.lowering != lowering:
-        raise FormatError(f"lowered model was made by {artifact.lowering}, in use is {lowering}; lower it again")
+def decode(raw: bytes, lowering: str | None) -> tuple[LoweredProgram, dict[Bucket, Trace]]:
+    """Decode a program and its traces. Raises FormatError, also for another `lowering`; None accepts any."""
+    program = decode_as(raw, _decoder, "lowered model", FORMAT_VERSION)
+    if lowering is not None and program.lowering != lowering:
+        raise FormatError(f"lowered model was made by {program.lowering}, in use is {lowering}; lower it again")
     try:
-        traces = {t.bucket: t for t in map(_decoded, artifact.traces)}
+        return program, {trace.bucket: trace for trace in map(_decoded, program.traces)}
     except (KeyError, AttributeError, TypeError, ValueError, msgspec.DecodeError) as error:
         raise FormatError(f"lowered model is damaged: {error}") from error
-    return LoweredProgram(
-        inputs=_ports(artifact.inputs),
-        outputs=_ports(artifact.outputs),
-        batched=artifact.batched,
-        traces=traces,
-        weights=artifact.weights,
-        interaction=artifact.interaction,
-        dynamic=artifact.dynamic,
-        changed_inputs=artifact.changed_inputs,
-        validation=artifact.validation,
-        encoding=artifact.encoding,
-        saved_table_bytes=artifact.saved_table_bytes,
-    )
 
 
-def _port_records(ports: tuple[Port, ...]) -> tuple[PortRecord, ...]:
-    return tuple(PortRecord(p.name, dtype_name(p.dtype), p.shape) for p in ports)
-
-
-def _ports(files: tuple[PortRecord, ...]) -> tuple[Port, ...]:
-    return tuple(Port(f.name, dtype_of(f.dtype), f.shape) for f in files)
-
-
-def _encoded(trace: Trace) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(_trace_record(trace)))
+def encode_traces(traces: Mapping[Bucket, Trace]) -> tuple[msgspec.Raw, ...]:
+    """Return the JSON of traces, smallest bucket first. Raises UnsupportedModel for a program without a JSON form."""
+    return tuple(msgspec.Raw(msgspec.json.encode(_trace_record(trace))) for _, trace in sorted(traces.items()))
 
 
 def _decoded(raw: msgspec.Raw) -> Trace:

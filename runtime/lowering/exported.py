@@ -26,8 +26,6 @@ _TRIED = 5040
 _INPUT_SIZE = re.compile(r"L((?:\['[^']+'\]|\[\d+\])+)\.size\(\)\[(\d+)\]", re.ASCII)
 """Size of an input's dimension as guards name it: `L['x'].size()[1]`."""
 _KEY = re.compile(r"\['?([^'\]]+)'?\]")
-_TRAINING_FLAG = {"aten.dropout.default": 2, "aten.batch_norm.default": 5, "aten.feature_dropout.default": 2}
-"""Position of the training flag among the arguments, by operator."""
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -98,7 +96,8 @@ def _weight(program: ExportedProgram, target: str) -> torch.Tensor:
 
 def _refuse_training(name: str, program: ExportedProgram) -> None:
     """Raise UnsupportedModel for batch norms in training mode, which use batch statistics and update their own."""
-    norms = [op for op in _trained_layers(program) if op.startswith("batch_norm")]
+    norm = torch.ops.aten.batch_norm.default
+    norms = [node.name for node in program.graph.nodes if node.target is norm and node.args[5] is True]
     buffers = set(program.graph_signature.inputs_to_buffers.values())
     if norms and any(target.rpartition(".")[2] == "running_mean" for target in buffers):
         raise UnsupportedModel(
@@ -120,17 +119,6 @@ def _changed_inputs(program: ExportedProgram, names: Mapping[str, str]) -> tuple
     """Return the names of the inputs that the original program changes in place, given its functional form."""
     changed = [s.target for s in program.graph_signature.output_specs if s.kind is OutputKind.USER_INPUT_MUTATION]
     return tuple(names.get(target, target) for target in changed if target is not None)
-
-
-def _trained_layers(program: ExportedProgram) -> list[str]:
-    """Return the names of dropouts and batch norms that run in training mode."""
-    return [
-        node.name
-        for node in program.graph.nodes
-        if (at := _TRAINING_FLAG.get(str(node.target))) is not None
-        and len(node.args) > at
-        and node.args[at] is True
-    ]
 
 
 def _batch_symbol(inputs: list[fx.Node]) -> str | None:

@@ -64,12 +64,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.mul(x, scale).mul_(weight)
 
 
-def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Return x [batch, length, heads, size] with each pair rotated. Angles: [length, 1, size / 2, (cos, sin)]."""
-    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * torch.view_as_complex(angles.float())).flatten(-2).to(x.dtype)
-
-
 def short_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Return attention computed as whole matrix products: [batch, heads, length, size]."""
     query3, key3, value3 = (x.reshape(-1, *x.shape[2:]) for x in (query, key, value))
@@ -156,6 +150,6 @@ PLAIN: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
 """The plain version of each fused op."""
 FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (
     *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel),
-    *(linear_transposed, rms_norm, rotate, short_attention, joined_attention, rows_of_tables),
+    *(linear_transposed, rms_norm, short_attention, joined_attention, rows_of_tables),
     *PLAIN,
 )

@@ -40,9 +40,11 @@ _INT8_BATCH: Final = 8
 """Batch for which weights in int8 are packed, whatever batches are planned."""
 _CHECKED_BATCHES = 2
 """Number of batch sizes that are traced at several shapes per bucket. Two suffice: torch specialises only batch 1."""
-_LOWERING = "25"
+_LOWERING = "26"
 """Version of lowering. It changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
+_OF_THE_FILE = frozenset({"lowering", "weights", "traces", "format_version"})
+"""Fields of a program's file that a lowered model has in another form."""
 
 
 class NotCached(CohabitError):
@@ -152,13 +154,10 @@ def lower(
     options: Options = DEFAULTS,
     *,
     shape_buckets: ShapeBuckets = DEFAULT_BUCKETS,
-    compare_rows: bool = True,
 ) -> Lowered:
     """Lower an archive for the given batch sizes, except those it was not exported for.
 
-    `shape_buckets` has the sizes of the other dynamic dimensions (default: powers of two). Without `compare_rows`, the
-    search for `interaction` is skipped. Its trials run the model at its largest batch. Callers that never batch
-    different requests do not need it.
+    `shape_buckets` has the sizes of the other dynamic dimensions (default: powers of two).
 
     The weights file is written to `cache`, keyed by the archive, and reused from there. Raises ArchiveError for a bad
     archive and UnsupportedModel for a program that cannot be planned.
@@ -166,12 +165,12 @@ def lower(
     wanted = sorted(set(batches))
     noted = noted_fingerprint(path, notes_of(cache))
     if noted is not None:
-        known = _known(name, Entry(cache, noted, wanted, options, shape_buckets, compare_rows))
+        known = _known(name, Entry(cache, noted, wanted, options, shape_buckets))
         if known is not None:
             return known
     with ArchiveFile(path) as archive:
         on_progress(f"{name}: reading {path.name}")
-        entry = Entry(cache, archive.fingerprint, wanted, options, shape_buckets, compare_rows)
+        entry = Entry(cache, archive.fingerprint, wanted, options, shape_buckets)
         known = None if entry.archive == noted else _known(name, entry)
         lowered = known or _lower(archive, name, entry, on_progress)
         archive.note(notes_of(cache))
@@ -215,9 +214,9 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         runs = _Runs(runs.model, runs.own, runs.buckets, runs.applied)  # trace again: encoded tables change the ops
     model, own, buckets, usable = runs.model, runs.own, runs.buckets, sorted({b.batch for b in runs.buckets})
     # Trace every bucket; the smallest batch sizes at several shapes.
-    on_progress(f"{name}: tracing batches{', and comparing their rows' if entry.compare_rows else ''}")
+    on_progress(f"{name}: tracing batches, and comparing their rows")
     interaction = None
-    if entry.compare_rows and max(usable) > 1:
+    if max(usable) > 1:
         interaction = model.mixing or find_interaction(model, usable, runs.symbols, runs.outputs)
     traces: dict[Bucket, Trace] = {}
     for bucket in buckets:
@@ -236,12 +235,13 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     if weights.read(weights_path) != manifest:
         on_progress(f"{name}: writing {manifest.file_bytes >> 20} MiB of weights")
         weights.write(weights_path, manifest, own, model.tables, archive.refuse_change)
-    lowered = artifact.LoweredProgram(
+    program_file = artifact.LoweredProgram(
+        lowering=entry.stamp,
+        weights=manifest.fingerprint,
         inputs=model.inputs,
         outputs=model.outputs,
         batched=model.max_batch is not None,
-        traces=traces,
-        weights=manifest.fingerprint,
+        traces=artifact.encode_traces(traces),
         interaction=interaction,
         dynamic=model.dynamic,
         changed_inputs=model.changed_inputs,
@@ -250,10 +250,9 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         saved_table_bytes=model.saved_table_bytes,
     )
     # The program file comes last: it names the weights file and completes the cache entry.
-    encoded = artifact.encode(entry.stamp, lowered)
     archive.refuse_change()
-    cache_file.write(entry.program_path, encoded)
-    return _lowered(name, entry, lowered, manifest)
+    cache_file.write(entry.program_path, artifact.encode(program_file))
+    return _lowered(name, entry, program_file, traces, manifest)
 
 
 def _validated(
@@ -322,22 +321,13 @@ def _followed_sizes(model: FxModel, buckets: Sequence[Bucket]) -> list[dict[str,
     return [model.dynamic.symbols(own) for own in dict.fromkeys(sizes)]
 
 
-def _lowered(name: str, entry: "Entry", program: artifact.LoweredProgram, manifest: Manifest) -> Lowered:
+def _lowered(
+    name: str, entry: "Entry", program: artifact.LoweredProgram, traces: dict[Bucket, Trace], manifest: Manifest
+) -> Lowered:
+    kept = {n: v for n, v in msgspec.structs.asdict(program).items() if n not in _OF_THE_FILE}
+    weights_path = entry.weights_path(program.weights)
     return Lowered(
-        name=name,
-        inputs=program.inputs,
-        outputs=program.outputs,
-        batched=program.batched,
-        traces=dict(program.traces),
-        manifest=manifest,
-        weights_path=entry.weights_path(program.weights),
-        options=entry.options,
-        interaction=program.interaction,
-        dynamic=program.dynamic,
-        changed_inputs=program.changed_inputs,
-        validation=program.validation,
-        encoding=program.encoding,
-        saved_table_bytes=program.saved_table_bytes,
+        name=name, traces=traces, manifest=manifest, weights_path=weights_path, options=entry.options, **kept
     )
 
 
@@ -351,7 +341,6 @@ class Entry:
     batches: Sequence[int]
     options: Options
     shape_buckets: ShapeBuckets
-    compare_rows: bool = True
 
     @property
     def folder(self) -> Path:
@@ -372,8 +361,6 @@ class Entry:
         """Identity of everything that determines a program: also torch's version, batch sizes, buckets, and machine."""
         made = f"archive {self.archive}, lowering {_LOWERING}, torch {torch.__version__}"
         made += f", batches {','.join(map(str, self.batches))}"
-        if not self.compare_rows:
-            made += ", rows not compared"
         if wanted := str(self.shape_buckets):
             made += f", buckets {wanted}"
         return f"{made}, packed for {self.machine}" if self.options.packed else made
@@ -404,22 +391,22 @@ def graphs_of(folder: Path) -> set[str]:
     found: set[str] = set()
     for path in folder.glob("program-*.json"):
         with suppress(OSError, FormatError):
-            program = artifact.decode(cache_file.read(path), None)
+            program, traces = artifact.decode(cache_file.read(path), None)
             manifest = weights.manifest_of(folder / _weights_name(program.weights))
-            found |= {build_graph("", trace, manifest).fingerprint for trace in program.traces.values()}
+            found |= {build_graph("", trace, manifest).fingerprint for trace in traces.values()}
     return found
 
 
 def _known(name: str, entry: Entry) -> Lowered | None:
     """Return the cached program of this entry; None if it is incomplete or damaged."""
     try:
-        program = artifact.decode(cache_file.read(entry.program_path), entry.stamp)
+        program, traces = artifact.decode(cache_file.read(entry.program_path), entry.stamp)
     except (FileNotFoundError, FormatError):
         return None
     manifest = weights.read(entry.weights_path(program.weights))
     if manifest is None or manifest.fingerprint != program.weights:
         return None
-    return _lowered(name, entry, program, manifest)
+    return _lowered(name, entry, program, traces, manifest)
 
 
 def _buckets(model: FxModel, batches: Iterable[int], shape_buckets: ShapeBuckets) -> list[Bucket]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 
@@ -18,8 +19,7 @@ LEAST_FILE_BYTES = 64 << 10
 """Minimum bytes of a computed weight that is kept in file-backed memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
+class Port(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An input or output of the model.
 
     `shape` has None for the batch, always the first dimension, and expressions of symbols for other dynamic sizes.

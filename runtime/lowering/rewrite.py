@@ -14,18 +14,12 @@ from torch import fx
 from cohabit.runtime.lowering.allowed_ops import is_assertion, is_random
 from cohabit.runtime.lowering.fusion import CudnnKernels, OneDnnKernels, fuse
 from cohabit.runtime.lowering.model import TABLE_OPS, FxModel
-from cohabit.runtime.lowering.rewrites.attention import (
-    attend_in_parts,
-    attend_plainly,
-    join_projections,
-    rotate_pairs,
-)
+from cohabit.runtime.lowering.rewrites.attention import attend_in_parts, attend_plainly
 from cohabit.runtime.lowering.rewrites.elementwise import drop_casts, use_gelu, use_rms_norm
 from cohabit.runtime.lowering.rewrites.in_place import work_in_place
-from cohabit.runtime.lowering.rewrites.padding import absorb_padding
 from cohabit.runtime.lowering.rewrites.precision import apply_options
 from cohabit.runtime.lowering.rewrites.recurrent import pack_lstms, split_directions, split_recurrent_layers
-from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, slice_sizes, split_large_layers, write_parts
+from cohabit.runtime.lowering.rewrites.slicing import CONVOLUTIONS, split_large_layers, write_parts
 from cohabit.runtime.lowering.rewrites.tables import join_tables
 from cohabit.runtime.lowering.rewrites.transposed import convolve_transposed
 from cohabit.runtime.options import Options
@@ -95,16 +89,8 @@ def _steps(
     if options.packed:
         if options.dtype == "float32":  # in a reduced type, casts to float32 keep precision
             yield (drop_casts,)
-        yield from ((use_gelu,), (use_rms_norm,))
-        yield from (
-            (absorb_padding,),
-            (convolve_transposed,),
-            (join_tables,),
-            (rotate_pairs,),
-            (attend_plainly,),
-            (attend_in_parts,),
-        )
-        yield join_projections, slice_sizes(model, packed=True)[1]
+        yield from ((use_gelu,), (use_rms_norm,), (convolve_transposed,), (join_tables,))
+        yield from ((attend_plainly,), (attend_in_parts,))
     yield (leave_tables_on_host,)
     yield split_large_layers, options.packed
     yield apply_options, options

@@ -204,7 +204,7 @@ def run_model(
 
 
 class OpTracer:
-    """Runs a model's graph node by node and records calls and storages. Subclasses restrict the allowed targets."""
+    """Runs a model's graph node by node and records calls and storages."""
 
     def __init__(
         self, model: FxModel, weights: dict[str, torch.Tensor], bucket: Bucket, examples: Sequence[torch.Tensor]
@@ -274,7 +274,7 @@ class OpTracer:
         self.frame[node] = tensor
 
     def _call(self, node: fx.Node) -> None:
-        self.require_allowed(node.target)
+        self._require_allowed(node.target)
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self.frame[n])
         assert callable(node.target)
         table = table_of(node.target, args)
@@ -346,7 +346,7 @@ class OpTracer:
                     changed[storage_key(tensor)] = self.storages[storage_key(tensor)]
         return list(changed.values())
 
-    def require_allowed(self, target: Any) -> None:
+    def _require_allowed(self, target: Any) -> None:
         """Raise UnsupportedModel for a target that served models must not call."""
         if not allows_lowered(target) and getattr(target, "__module__", "") not in _FUNCTION_MODULES:
             raise UnsupportedModel(

@@ -231,22 +231,14 @@ def validated(
 ) -> tuple[_R, Validation]:
     """Return a program that agrees with the archive's, `program` itself or one from `make`, and the result.
 
-    Leaves out each single rewrite, the last first. If this does not help, leaves out all, and restores those that do no
-    harm. Raises UnsupportedModel if outputs differ without any rewrite.
+    If outputs differ, leaves out all rewrites, and restores one after the other those that do no harm. Raises
+    UnsupportedModel if outputs differ without any rewrite.
     """
     compare = partial(_compare, reference, samples, ports, limit)
-    largest, difference = compare(program)
-    if difference is None:
+    largest, first = compare(program)
+    if first is None:
         return program, Validation(len(samples), largest)
-    # First try without each single rewrite.
-    applied, first = program.applied, difference
-    for name in reversed(list(applied)):
-        del program
-        program = make(frozenset({name}))
-        largest, difference = compare(program)
-        if difference is None:
-            return program, Validation(len(samples), largest, (LeftOut(name, applied[name], first),))
-    # Several are at fault: start without any, and restore the harmless ones.
+    applied = program.applied
     left_out = frozenset(applied)
     largest, difference = compare(make(left_out))
     if difference is not None:
@@ -254,12 +246,11 @@ def validated(
             f"its lowered program is not the archive's, with and without rewrites: {first}; without, {difference}"
         )
     for name in applied:
-        if compare(make(left_out - {name}))[1] is None:
-            left_out -= {name}
-    del program
-    program = make(left_out)
+        own, difference = compare(make(left_out - {name}))
+        if difference is None:
+            left_out, largest = left_out - {name}, own
     named = tuple(LeftOut(name, applied[name], first) for name in applied if name in left_out)
-    return program, Validation(len(samples), compare(program)[0], named)
+    return make(left_out), Validation(len(samples), largest, named)
 
 
 def _compare(

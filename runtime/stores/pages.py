@@ -78,11 +78,3 @@ def _unmodified_code() -> Iterator[tuple[str, int, int]]:
                 found = (mapping["path"], start, end - start) if is_code else None
             elif found is not None and line.split() == ["Anonymous:", "0", "kB"]:
                 yield found
-
-
-def give_pages_back(address: int, nbytes: int) -> None:
-    """Return the whole pages of private memory to the system; their contents are lost."""
-    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = (address + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if length > 0:
-        _libc.madvise(start, length, mmap.MADV_DONTNEED)

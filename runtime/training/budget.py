@@ -34,9 +34,7 @@ from cohabit.runtime.training.owners import (
     device_of,
     distinct_storages,
     flat,
-    gradients,
     has_compiled,
-    held_by_others,
     lasting,
     state_tensors,
     tensors_of,
@@ -44,12 +42,12 @@ from cohabit.runtime.training.owners import (
 )
 from cohabit.runtime.training.planning.planned import StepPlanner
 from cohabit.runtime.training.record import Record
-from cohabit.runtime.training.saved import SavedTensors, functions_without_hooks
+from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.saved import SavedTensors, after_backward, functions_without_hooks, in_backward
 from cohabit.runtime.training.seen.ops import SeenOps
 from cohabit.runtime.training.seen.outside import threads_in
-from cohabit.runtime.training.seen.residency import Residency
 from cohabit.runtime.training.state import OptimizerState, runs_in_parts
-from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, CopyWaits, storage_nbytes
+from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER
 
 _log = logging.getLogger("cohabit.training")
 
@@ -161,18 +159,18 @@ class Budget:
 
     def _reset_steps(self) -> None:
         self._is_active = False
-        self._record, self._waits = Record(), CopyWaits()
-        residency, deliver = self._residency, self._interrupts.deliver
-        self._saved = SavedTensors(
-            self._device, residency.copier, residency.spill, self._lock, self._record, self._waits, deliver
-        )
+        self._record = Record()
+        self._saved = SavedTensors(self._residency, self._lock, self._record, self._interrupts)
         self._planner: StepPlanner | None = None
         if self._searcher is not None:
-            self._planner = StepPlanner(self._searcher, self._saved, residency.copier.bytes_per_s)
+            self._planner = StepPlanner(self._searcher, self._saved, self._residency.copier.bytes_per_s)
         self._states: list[OptimizerState] = []
+        self._first = FirstStep(self._optimizers, self._residency)
         self._modes_before = 0
         """Number of modes when the context was entered."""
         self._steps = 0
+        self._has_ended = False
+        """Whether a step has ended within a backward pass, by an optimizer that a hook calls."""
         self._recorded_state_bytes = 0
         self._resident_bytes: int | None = None
         """Of the process, after the step that followed the last release of freed memory."""
@@ -193,7 +191,7 @@ class Budget:
         """Bytes of the tensors in memory now."""
         if self.sees_ops:
             return self._residency.used_bytes
-        return self._saved.in_bytes + self._state_bytes() + self._record.beside()[0] if self._is_active else 0
+        return self._moving_bytes() + self._record.beside()[0] if self._is_active else 0
 
     @property
     def peak_bytes(self) -> int:
@@ -201,22 +199,22 @@ class Budget:
 
         Where no ops are seen: saved tensors and state, as counted at each event, and what was recorded beside them.
         """
-        return max(self._residency.peak_bytes, self._saved.peak_bytes)
+        return self._residency.peak_bytes
 
     @property
     def exceeded_bytes(self) -> int:
         """Most bytes by which the budget was exceeded: by ops that need more, or by what the loop holds."""
-        return max(self._residency.exceeded_bytes, self._saved.exceeded_bytes)
+        return self._residency.exceeded_bytes
 
     @property
     def moved_bytes(self) -> int:
         """Bytes copied out and in so far."""
-        return self._residency.moved_bytes + self._saved.moved_bytes + sum(s.moved_bytes for s in self._states)
+        return self._residency.moved_bytes
 
     @property
     def waits(self) -> int:
-        """Number of times that the loop has waited for a copy since ops are no longer seen."""
-        return self._waits.count
+        """Number of times that the loop has waited for a copy that runs beside its ops."""
+        return self._residency.waits.count
 
     @property
     def held_bytes(self) -> int:
@@ -265,7 +263,6 @@ class Budget:
 
     def reset_peak(self) -> None:
         self._residency.peak_bytes = self._residency.used_bytes
-        self._saved.peak_bytes = 0
 
     def __enter__(self) -> Self:
         tensors = list(tensors_of(self._owners))
@@ -297,19 +294,18 @@ class Budget:
             else:
                 self._record.sampled = self._sampled(tensors)
                 self._record.begin_recording()
-            context.enter_context(functions_without_hooks())
-            if self._optimizers:
+                self._saved.start(None)
+            if self._has_hooks:
                 self._own()
+                context.enter_context(functions_without_hooks())
                 context.enter_context(self._saved.hooks())
-                residency, deliver = self._residency, self._interrupts.deliver
                 self._states = [
-                    OptimizerState(
-                        o, self._device, residency.copier, residency.spill, self._lock, self._waits, deliver
-                    )
-                    for o in self._optimizers
+                    OptimizerState(o, self._residency, self._lock, self._interrupts) for o in self._optimizers
                 ]
-                first = FirstStep(self._optimizers, self._residency, self._lock, self)
-                context.enter_context(first.measured())
+            context.enter_context(after_backward(self._end_step))
+            for optimizer in self._optimizers:
+                context.callback(optimizer.register_step_pre_hook(self._update_begins).remove)
+                context.callback(optimizer.register_step_post_hook(self._update_ends).remove)
             context.enter_context(threads_in(self._thread_context))
             self._set_limit()
             self._context = context.pop_all()
@@ -334,28 +330,31 @@ class Budget:
 
     # Whether ops are seen
 
+    @property
+    def _has_hooks(self) -> bool:
+        """Whether ops may no longer be seen. On a GPU they are: the order of streams is not checked without that."""
+        return bool(self._optimizers) and not self._is_total and not self._residency.copier.takes_memory_at_once
+
     def _see_ops(self, tensors: list[torch.Tensor]) -> None:
         """From now on, whatever ops read may leave memory."""
-        kept = self._residency
+        self._saved.stop()
         self._saved.owns([])  # which holds them
         self._seen.enter(tensors, self._record, self._modes_before)
-        kept.noted = self._note
-        self._saved.nbytes_of = kept.nbytes_of
+        self._residency.noted = self._note
         self._own()
 
     def _stop_seeing(self) -> None:
-        """Bring everything in, and leave the mode."""
-        self._seen.leave()
+        """Bring everything in but what optimizers have had leave, and leave the mode."""
+        self._seen.leave({tracked for state in self._states for tracked in state.trackeds()})
         with self._lock:
             self._residency.noted = lambda: None
-            self._saved.nbytes_of = storage_nbytes
 
     def _thread_context(self) -> AbstractContextManager[Any]:
         """Return what a thread that starts inside the context runs in."""
         stack = ExitStack()
         if self._is_active:
             stack.enter_context(self._seen.of_thread())
-        if self._is_active and self._optimizers:
+        if self._is_active and self._has_hooks:
             stack.enter_context(self._saved.hooks())
         return stack
 
@@ -394,26 +393,18 @@ class Budget:
     def _sampled(self, tensors: Iterable[torch.Tensor]) -> Callable[[], int]:
         """Return a function that tells the bytes of tensors in memory that neither autograd nor optimizers hold."""
         owned = int(sum(s.nbytes() for s in distinct_storages(tensors) if s.device == self._device))
-        allocated = (
-            allocated_bytes if self._device.type == "cpu" else partial(torch.cuda.memory_allocated, self._device)
-        )
-        before = allocated() - owned
+        before = allocated_bytes() - owned
 
         def sampled() -> int:
-            return max(allocated() - before - self._saved.in_bytes - self._state_bytes(), 0)
+            return max(allocated_bytes() - before - self._moving_bytes(), 0)
 
         return sampled
 
     # Steps
 
-    def _others_bytes(self) -> tuple[int, int]:
-        """Return the bytes of optimizers' state in memory, and of what of it stays."""
-        for state in self._states:
-            state.collect()
-        return self._state_bytes(), sum(state.staying_bytes for state in self._states)
-
-    def _state_bytes(self) -> int:
-        return sum(state.in_bytes for state in self._states)
+    def _moving_bytes(self) -> int:
+        """Return the bytes in memory of what moves while ops are not seen: saved tensors and state."""
+        return self._residency.used_bytes + self._residency.state_bytes + self._saved.in_bytes
 
     def _all_state_bytes(self) -> int:
         """Bytes of all optimizers' state, in memory or not."""
@@ -428,22 +419,35 @@ class Budget:
             beside = self._residency.alive_bytes - self._saved.alive_bytes() - self._recorded_state_bytes
             self._record.note(beside)
 
-    def update_begins(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """An optimizer's step begins."""
-        self._record.updating(True)
-        self._saved.observe_end()
-        if not self.sees_ops:
-            return
-        beside = self._residency.alive_bytes - self._saved.alive_bytes() - self._all_state_bytes()
-        self._updating_bytes = max(self._updating_bytes, beside)
+        with self._lock:
+            self._record.updating(True)
+            self._saved.observe_end()
+            if self.sees_ops:
+                beside = self._residency.alive_bytes - self._saved.alive_bytes() - self._all_state_bytes()
+                self._updating_bytes = max(self._updating_bytes, beside)
+            self._first.update_begins(optimizer)
 
-    def update_ends(self, optimizer: torch.optim.Optimizer) -> None:
-        self._record.updating(False)
-        if (observed := self._record.observed) is not None and observed.starts_s:
-            observed.update_s += self._waits.clock_s() - observed.starts_s[-1]
+    def _update_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with self._lock:
+            self._record.updating(False)
+            if (observed := self._record.observed) is not None and observed.starts_s:
+                observed.update_s += self._residency.waits.clock_s() - observed.starts_s[-1]
+            if self._first.update_ends(optimizer):
+                self._has_ended = True
+        if not in_backward():
+            self._end_step()
 
-    def step_ends(self, whole_bytes: int | None) -> None:
-        """All optimizers have made a step; `whole_bytes` is the peak of the first one."""
+    def _end_step(self) -> None:
+        """Note that a step has ended, if one has."""
+        with self._lock:
+            if self._has_ended:
+                self._has_ended = False
+                self._step_ends()
+
+    def _step_ends(self) -> None:
+        """All optimizers have made a step."""
         self._steps += 1
         departed_bytes = self._record.departed_bytes
         if self._planner is not None and not self.sees_ops and self._limit_bytes is not None:
@@ -453,8 +457,7 @@ class Budget:
         if self._steps == 1:
             self._recorded_state_bytes = self._all_state_bytes()
             if self._share is not None:
-                assert whole_bytes is not None
-                self._limit_bytes = int(self._share * self._whole_bytes(whole_bytes))
+                self._limit_bytes = int(self._share * self._whole_bytes())
                 self._residency.peak_bytes = 0
                 if self.sees_ops:
                     self._residency.limit_bytes = self._limit_bytes
@@ -481,16 +484,17 @@ class Budget:
                 )
         elif not self.sees_ops:
             self._own()
+            self._saved.fits = self._saved.fits and self._fits()
             self._release_heap()
             if over_bytes > _TOLERATED * (self._limit_bytes or 0):
                 self._warn_exceeded(over_bytes)
                 if unseen_module(self._owners) is None and not has_compiled():
                     self._see_ops_again(departed_bytes)
 
-    def _whole_bytes(self, seen_bytes: int) -> int:
+    def _whole_bytes(self) -> int:
         """Return the peak of the first step: as seen, or as recorded and sampled."""
         if self.sees_ops:
-            return seen_bytes
+            return self._first.whole_bytes
         step = self._record.finish_recording()
         return step.height + self._all_state_bytes()
 
@@ -498,8 +502,6 @@ class Budget:
         """Whether the step fits if only autograd's and the optimizers' tensors leave."""
         step, limit_bytes = self._record.step, self._limit_bytes
         if step is None or limit_bytes is None or not step.events or self._saved.loops > 1:
-            return False
-        if self._residency.copier.takes_memory_at_once:  # a GPU, where the order of streams is not checked yet
             return False
         largest = max((p.nbytes for o in self._optimizers for g in o.param_groups for p in g["params"]), default=0)
         part = _UPDATED * largest if all(map(runs_in_parts, self._optimizers)) else self._all_state_bytes()
@@ -516,15 +518,16 @@ class Budget:
         for state in self._states:
             state.room = partial(self._room_of, state)
             with torch._C._DisableTorchDispatch():
-                state.start(max(over, 0), self._bring_in_for_good)
+                state.start(max(over, 0))
             over -= state.total_bytes
-        if self._planner is not None and step.height + self._recorded_state_bytes > limit_bytes:
-            self._planner.begin(self._states)
         self._stop_seeing()
-        saved.others_bytes = self._others_bytes
-        saved.free_others = lambda: any(state.free() for state in self._states)
-        saved.has_room = self._prefetch_state
-        saved.limit_bytes = limit_bytes
+        fits = self._fits()
+        if self._planner is not None and not fits:
+            self._planner.begin(self._states)
+        saved.free_state = lambda: any(state.free() for state in self._states)
+        saved.prefetch_state = self._prefetch_state
+        saved.start(limit_bytes, fits=fits)
+        release_free_memory()  # of steps without a limit
 
     def _see_ops_again(self, departed_bytes: int) -> None:
         """Hold the budget by seeing ops, until a step is recorded that saves as much as the one that departed.
@@ -533,43 +536,34 @@ class Budget:
         """
         self._awaited_bytes = int(_AS_MUCH * departed_bytes) or NEVER
         self._record.begin_recording()
-        self._saved.limit_bytes = None
         if self._planner is not None:
             self._planner.close()
-        residency = self._residency
-        self._see_ops([*lasting(self._owners), *gradients(self._owners)])
-        residency.limit_bytes = self._limit_bytes or NEVER
-        with torch._C._DisableTorchDispatch():
-            for state in self._states:
-                for tensor in state.returning():
-                    held = held_by_others([tensor])
-                    for storage in distinct_storages([tensor]):
-                        residency.adopt(storage, stays=id(storage) in held)
-                    residency.make_room(0)
-                state.stop()
+        for state in self._states:
+            state.stop()
+        self._see_ops(list(tensors_of(self._owners)))
+        self._residency.limit_bytes = self._limit_bytes or NEVER
+        self._residency.make_room(0)
 
-    def _bring_in_for_good(self, storage: Any) -> None:
-        """Bring in a storage that leaves the mode's care."""
-        tracked = self._residency.find(storage)
-        if tracked is not None:
-            self._residency.enter_stream()
-            self._residency.bring_in(tracked)
-            tracked.uses += 1
+    def _fits(self) -> bool:
+        """Whether nothing has to leave in a step that follows the record."""
+        step = self._record.step
+        state_bytes = sum(state.total_bytes for state in self._states)
+        return step is not None and step.height + state_bytes <= (self._limit_bytes or 0)
 
     def _own(self) -> None:
         self._saved.owns(distinct_storages(lasting(self._owners)))
 
     def _room_of(self, state: OptimizerState) -> int:
-        """Return the bytes that an optimizer's state and update may take."""
+        """Return the bytes that an optimizer's staying state, loads and update may take."""
         if self._saved.limit_bytes is None:
             return NEVER
-        others = self._state_bytes() - state.in_bytes
-        return self._saved.limit_bytes - self._updating_bytes - self._saved.in_bytes - others
+        others = self._moving_bytes() - self._residency.leaving_bytes - state.staying_bytes
+        return self._saved.limit_bytes - self._updating_bytes - others
 
     def _prefetch_state(self, limit_bytes: int) -> None:
-        if all(state.out_bytes == 0 for state in self._states):
-            return
-        free_bytes = limit_bytes - self._state_bytes() - self._record.beside()[1]
+        """Load state, as far as it fits beside all saved tensors, which are in memory."""
+        state_bytes = self._moving_bytes() - self._saved.alive_bytes()
+        free_bytes = limit_bytes - state_bytes - self._record.beside()[1]
         for state in self._states:
             free_bytes -= state.prefetch(free_bytes)
 
@@ -601,10 +595,10 @@ class Budget:
             try:
                 if self._planner is not None:
                     self._planner.close()
+                self._saved.stop()
                 for state in self._states:
                     state.close()
-                self._saved.bring_all_in()
-                self._residency.bring_all_in()
+                self._residency.bring_in_all_but()
             finally:
                 self._is_active = False
 
@@ -617,7 +611,7 @@ class Budget:
         if self._planner is not None:
             self._planner.after_fork()
         for state in self._states:
-            state.after_fork(self._lock)
+            state.lock, state.out_goal = self._lock, 0
 
 
 _active: "weakref.WeakSet[Budget]" = weakref.WeakSet()

@@ -103,8 +103,8 @@ class Record:
         """Returns the bytes of tensors in memory that are not autograd's, where no ops are seen."""
         self._new: RecordedStep | None = None
         """The step that is being recorded."""
-        self._at = -1
-        """The last event."""
+        self.at = -1
+        """The last event's position in the step."""
         self._looked = -1
         """The last event that was looked at ahead."""
         self._first_pack = 0
@@ -115,9 +115,11 @@ class Record:
         self._is_alike = True
         """Only sizes differ from the recorded ones so far."""
         self._ratio = 1.0
-        """Size of this step's storages over that of the recorded ones."""
+        """Bytes saved by this step over those of the recorded one, while it is alike."""
         self._is_updating = False
         self._least = 0
+        self._expected: list[tuple[int, int]] = []
+        """Bytes and number of each event."""
         self._peaks: list[int] = []
         self._soon: list[int] = []
         self.observed: ObservedStep | None = None
@@ -153,6 +155,7 @@ class Record:
         self.step = step
         heights = [event.saved_bytes + beside for event, beside in zip(step.events, step.beside, strict=True)]
         self._least = min(step.beside, default=0)
+        self._expected = [(event.nbytes, event.number) for event in step.events]
         self._peaks = [0] * len(heights)
         self._soon = [0] * len(heights)
         highest = 0
@@ -165,35 +168,34 @@ class Record:
 
     def event(self, nbytes: int, first_pack: int, saved_bytes: int) -> None:
         """Autograd packs a storage, or unpacks one (negative `nbytes`)."""
-        self._at += 1
+        at = self.at = self.at + 1
         number = first_pack - self._first_pack
         if self._new is not None:
-            self._new.events.append(Event(nbytes, number, saved_bytes))
-            self._new.beside.append(0)
-            self._new.ran.append([])
-            if self.sampled is not None:
-                beside = self._new.beside[-1] = self.sampled()
-                if len(self._new.beside) > 1:  # what was allocated since
-                    self._new.beside[-2] = max(self._new.beside[-2], beside)
+            self._record_event(Event(nbytes, number, saved_bytes))
         if self.step is None:
             return
         if self.has_departed:
             self.departed_bytes = max(self.departed_bytes, saved_bytes)
-        if self._at >= len(self.step.events):
+        if at >= len(self._expected):
             self.has_departed, self._is_alike = True, False
-            return
-        expected = self.step.events[self._at]
-        if expected.nbytes != nbytes or expected.number != number:
+        elif self._expected[at] != (nbytes, number):
             self.has_departed = True
-            if expected.nbytes * nbytes > 0 and expected.number == number:
-                self._ratio = max(self._ratio, nbytes / expected.nbytes)
+            expected_bytes, expected_number = self._expected[at]
+            if expected_bytes * nbytes > 0 and expected_number == number:
+                # One storage may be of another kind than the recorded one; all together say how much larger this step is.
+                self._ratio = max(self._ratio, saved_bytes / self.step.events[at].saved_bytes)
             else:
                 self._is_alike = False
 
-    @property
-    def at(self) -> int:
-        """The last event's position in the step."""
-        return self._at
+    def _record_event(self, event: Event) -> None:
+        assert self._new is not None
+        self._new.events.append(event)
+        self._new.beside.append(0)
+        self._new.ran.append([])
+        if self.sampled is not None:
+            beside = self._new.beside[-1] = self.sampled()
+            if len(self._new.beside) > 1:  # what was allocated since
+                self._new.beside[-2] = max(self._new.beside[-2], beside)
 
     @property
     def is_followed(self) -> bool:
@@ -219,16 +221,18 @@ class Record:
 
     def end_step(self, packs: int) -> None:
         """The step ends; `packs` is the number of the next one's first pack."""
-        self._at, self._looked, self._first_pack = -1, -1, packs
+        self.at, self._looked, self._first_pack = -1, -1, packs
         self.has_departed, self.departed_bytes, self._is_alike, self._ratio = False, 0, True, 1.0
 
     def beside(self) -> tuple[int, int]:
         """Return the bytes beside saved tensors until the next event, and the highest point of memory ahead."""
-        step = self.step
+        step, at = self.step, self.at
+        if step is not None and at >= 0 and not self.has_departed:
+            return step.beside[at], self._peaks[at]
         if step is None or not step.events:
             now = 0 if self.sampled is None else self.sampled()
             return now, now
-        index = min(max(self._at, 0), len(step.events) - 1)
+        index = min(max(self.at, 0), len(step.events) - 1)
         if not self.has_departed:
             return step.beside[index], self._peaks[index]
         if self._is_alike:
@@ -242,7 +246,7 @@ class Record:
             return self.beside()[0]
         if not self._is_alike:
             return self._scaled(step.most_beside)
-        return self._scaled(self._soon[min(max(self._at, 0), len(step.events) - 1)])
+        return self._scaled(self._soon[min(max(self.at, 0), len(step.events) - 1)])
 
     def _scaled(self, nbytes: int) -> int:
         """Scale what grows with the batch: all but the least that there was at any time."""
@@ -255,8 +259,8 @@ class Record:
         """
         step = self.step
         if step is not None and self._is_alike:
-            index = max(self._at, self._looked) + 1
-            for event in step.events[index : self._at + 1 + _UPCOMING]:
+            index = max(self.at, self._looked) + 1
+            for event in step.events[index : self.at + 1 + _UPCOMING]:
                 if event.nbytes < 0:
                     yield self._first_pack + event.number
                 self._looked = index

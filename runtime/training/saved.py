@@ -1,8 +1,8 @@
 """Moves what autograd saves: hooks on saved tensors, and no price per op.
 
 A storage that autograd saves leaves memory only while its use counts say that autograd alone holds it. Then nobody can
-read or write it until autograd unpacks it, so no read meets a storage that is out. An entry is the storage itself, not
-a copy of some version of it: while anybody else holds it, it is the very memory that eager PyTorch's graph would hold.
+read or write it until autograd unpacks it, so no read meets a storage that is out. While anybody else holds it, it is
+the very memory that eager PyTorch's graph would hold.
 
 What is saved first is used last, so it leaves first, and returns in the order in which the recorded step unpacked. If
 a searcher has planned the step, its advice says instead what leaves, and when copies begin.
@@ -14,23 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from enum import Enum, auto
 from typing import Any, Final
 
 import torch
 
-from cohabit.runtime.stores.pages import give_pages_back
-from cohabit.runtime.training.copies.copying import Copier
-from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
+from cohabit.runtime.training.interrupts import Interrupts
 from cohabit.runtime.training.record import Advice, Record
-from cohabit.runtime.training.tracked import (
-    LEAST_BYTES,
-    CopyWaits,
-    StorageCopy,
-    storage_address,
-    storage_nbytes,
-    storage_uses,
-)
+from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.tracked import LEAST_BYTES, REFERENCES, Tracked, storage_nbytes, storage_uses
 
 _AHEAD: Final = 6
 """Entries that are on their way back at a time."""
@@ -38,17 +29,11 @@ _LOOKED_AT: Final = 8
 """Entries that are looked at per event, to find one that autograd alone holds."""
 _TRIES: Final = (4, 64)
 """An entry that is found to be held by others so often waits behind the others; then it stays."""
+_MOST_DEAD: Final = 256
+"""Dead entries that are forgotten late, while nothing has to leave."""
 
 _is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-
-class _State(Enum):
-    IN = auto()
-    SAVING = auto()
-    """It is in memory, and leaves when its copy has ended, unless it is unpacked before."""
-    OUT = auto()
-    LOADING = auto()
 
 
 class _Saved:
@@ -58,41 +43,65 @@ class _Saved:
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
-        """None while it is out."""
 
 
 class _SavedRef(weakref.ref[_Saved]):
     """A weak reference with a C callback: an interrupt in a Python callback would be swallowed."""
 
     __slots__ = ("entry",)
-    entry: "_Entry"
+    entry: "_Entry | None"
 
 
 class _Entry:
-    """The manager's record of a saved storage."""
+    """The manager's record of a saved storage. The residency counts it while it is out, or on its way."""
 
-    __slots__ = ("cdata", "copy", "first_pack", "nbytes", "ref", "slot", "state", "stream", "tries")
+    __slots__ = ("cdata", "first_pack", "is_away", "nbytes", "packed", "ref", "tracked", "tries")
 
-    def __init__(self, saved: _Saved, deaths: deque[_SavedRef], nbytes: int, first_pack: int, stream: int) -> None:
-        self.ref = _SavedRef(saved, deaths.append)
-        self.ref.entry = self
-        self.nbytes, self.first_pack, self.stream = nbytes, first_pack, stream
-        self.cdata: int = saved.storage._cdata
-        self.state = _State.IN
-        self.slot: SpillSlot | None = None
-        self.copy: StorageCopy | None = None
+    def __init__(self, ref: _SavedRef, cdata: int, nbytes: int, first_pack: int) -> None:
+        self.ref, self.cdata, self.nbytes, self.first_pack = ref, cdata, nbytes, first_pack
+        self.packed: list[weakref.ref[torch.Tensor]] = []
+        """Tensors that autograd holds in place of the saved ones: each is a use of the storage."""
+        self.tracked: Tracked | None = None
+        """None while it stays in memory."""
+        self.is_away = False
+        """It is out, or leaves when its copy has ended, unless it is unpacked before."""
         self.tries = 0
 
 
-_UNMOVED: Final = torch.Size()
-"""Shape in the packed form of a tensor that stays as it is: nothing leaves while a step is recorded under a mode."""
 _PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-_Packed = tuple[torch.Tensor, int] | tuple[torch.Tensor, int, _Saved, _Entry, torch.Size, tuple[int, ...], int]
+_STRIDED: Final = torch.strided
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that shares storage and version, and may be held by the node of the tensor without a cycle."""
     return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+@contextmanager
+def after_backward(call: Callable[[], None]) -> Iterator[None]:
+    """Inside the block, `call` is called after each backward pass that is not part of another one.
+
+    Within one, a mode cannot be entered or left: torch restores the thread's modes after each node.
+    """
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+
+    def running(*args: Any, **kwargs: Any) -> Any:
+        found = run(*args, **kwargs)
+        if not in_backward():
+            call()
+        return found
+
+    autograd._engine_run_backward = running
+    try:
+        yield
+    finally:
+        autograd._engine_run_backward = run
+
+
+def in_backward() -> bool:
+    """Whether this thread is within a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
 
 
 @contextmanager
@@ -111,57 +120,43 @@ class SavedTensors:
     """Packs and unpacks what autograd saves, within the bytes that the rest of the loop leaves."""
 
     def __init__(
-        self,
-        device: torch.device,
-        copier: Copier,
-        spill: SpillStore,
-        lock: AbstractContextManager[Any],
-        record: Record,
-        waits: CopyWaits,
-        deliver: Callable[[], None],
+        self, residency: Residency, lock: AbstractContextManager[Any], record: Record, interrupts: Interrupts
     ) -> None:
-        self.device, self._copier, self._spill, self._lock = device, copier, spill, lock
-        self.record, self._waits = record, waits
-        self._deliver = deliver
-        """Called at the end of each hook: handles a signal that came meanwhile."""
+        self._residency, self._lock, self.record, self._interrupts = residency, lock, record, interrupts
+        self._is_moving = False
         self.limit_bytes: int | None = None
         """None: nothing leaves."""
-        self.nbytes_of: Callable[[Any], int] = storage_nbytes
-        """Returns the size of a storage, also of one that a mode has evicted."""
-        self.others_bytes: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        """Returns the bytes in memory that move, but are not autograd's, and those that stay: optimizers' state."""
-        self.free_others: Callable[[], bool] = bool
-        """Makes some of these leave; returns whether there were any."""
-        self.has_room: Callable[[int], None] = lambda nbytes: None
-        """Called with the limit when no saved tensor is out."""
-        self._alive_bytes = 0
-        """Of all entries, each once."""
-        self.in_bytes = self.out_bytes = 0
-        """Of entries in memory, and of those that are out or leaving: what leaves is in both."""
-        self.moved_bytes = 0
-        self.peak_bytes = self.exceeded_bytes = 0
+        self.fits = False
+        """Whether nothing has to leave in a step that follows the record."""
+        self.free_state: Callable[[], bool] = bool
+        """Makes some of the optimizers' state leave; returns whether there was any."""
+        self.prefetch_state: Callable[[int], None] = lambda nbytes: None
+        """Called with the limit when state is out, but no saved tensor."""
+        self._alive_bytes = self.in_bytes = 0
+        """Of all entries, each once, and of those that stay in memory."""
+        self.out_bytes = 0
+        """Of entries that are out or leaving."""
         self.over_bytes = 0
-        """As `exceeded_bytes`, of this step."""
+        """Most bytes by which this step has exceeded the limit."""
         self.held_bytes = 0
         """Most bytes that had to leave and were held by others."""
-        self._empty: dict[torch.dtype, torch.Tensor] = {}
         self._owned: dict[int, Any] = {}
-        self._by_storage: dict[int, _SavedRef] = {}
-        self._by_pack: dict[int, _SavedRef] = {}
+        self._by_storage: dict[int, _Entry] = {}
+        self._by_pack: dict[int, _Entry] = {}
         """By the number of the entry's first pack, in that order."""
         self._staying: deque[_Entry] = deque()
         """Entries in memory, those to leave first at the front."""
+        self._returning: deque[_Entry] = deque()
+        """Entries that are being loaded, or have just been."""
         self._deaths: deque[_SavedRef] = deque()
-        self._copies: deque[tuple[_Entry, StorageCopy]] = deque()
-        self._freed: deque[tuple[_Entry, StorageCopy]] = deque()
-        """Dead entries with copies that have not ended: their slots are in use."""
         self.packs = 0
         """Packs so far, of storages that count."""
         self._loops: set[int] = set()
-        """Threads with a loop. The record is of the one that packed first."""
+        """Threads with a loop."""
+        self._loop: int | None = None
+        """The thread with a loop, if it is the only one: the record is of its steps."""
         self._needed: _Entry | None = None
         """The entry that was unpacked last, which stays until the next event."""
-        self._is_forked = False
         self.advice: Advice | None = None
         """A plan of the recorded step."""
         self._due_out: deque[int] = deque()
@@ -181,16 +176,36 @@ class SavedTensors:
 
     def alive_bytes(self) -> int:
         """Return the bytes of all saved storages, in memory or not."""
-        self._collect()
+        self._bury_dead()
         return self._alive_bytes
 
     def owns(self, storages: list[Any]) -> None:
         """Set the owners' storages, which never leave here: autograd does not hold them alone."""
         self._owned = {storage._cdata: storage for storage in storages}  # held, so that no other gets its number
 
+    def start(self, limit_bytes: int | None, *, fits: bool = False) -> None:
+        """Move what is saved from now on, and what is saved already. Ops are not seen, and everything is in memory."""
+        self._bury_dead()
+        self._is_moving, self.limit_bytes, self.fits = True, limit_bytes, fits
+        self.in_bytes = self._alive_bytes
+
+    def stop(self) -> None:
+        """Move nothing from now on. What is out is left to the residency."""
+        with self._lock:
+            self._residency.finish_saves()
+            self._bury_dead()
+            self._is_moving, self.limit_bytes, self.fits = False, None, False
+            self.in_bytes = self.out_bytes = 0
+            self._returning.clear()
+            for entry in self._by_pack.values():
+                if entry.tracked is not None and not entry.tracked.is_out:
+                    self._residency.forget(entry.tracked)
+                entry.tracked, entry.is_away = None, False
+
     # Hooks
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        """Return a tensor over the same storage, its version, and the entry if the storage may leave."""
         if not _modes():
             return self._pack(tensor)
         with torch._C._DisableTorchDispatch():  # modes of the loop's own see what they see in eager PyTorch
@@ -203,119 +218,132 @@ class SavedTensors:
             return self._unpack(packed)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or _is_wrapped(tensor):
+        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or _is_wrapped(tensor):
             return _detached(tensor)
-        version, kept = tensor._version, _detached(tensor)
-        if tensor.device != self.device or tensor.is_quantized:
-            return kept, version
-        if tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-            return kept, version
+        version = tensor._version
+        if (
+            not tensor.is_cpu
+            or tensor.is_quantized
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor._is_zerotensor()
+        ):
+            return _detached(tensor), version
         storage = tensor.untyped_storage()
-        nbytes = self.nbytes_of(storage)
-        if nbytes < LEAST_BYTES or storage._cdata in self._owned:
-            return kept, version
+        cdata = storage._cdata
+        nbytes = storage_nbytes(storage) if self._is_moving else self._residency.nbytes_of(storage)
+        if nbytes < LEAST_BYTES or cdata in self._owned:
+            return _detached(tensor), version
+        kept = tensor.detach()  # also of a tensor without a node, which others hold
         try:
             with self._lock:
-                return self._packed(tensor, kept, version, storage, nbytes)
+                entry = self._by_storage.get(cdata)
+                saved = None if entry is None else entry.ref()
+                if entry is None or saved is None:
+                    if not storage.resizable() or storage.is_shared():
+                        return kept, version
+                    saved = _Saved(storage)
+                    ref = _SavedRef(saved, self._deaths.append)
+                    entry = ref.entry = _Entry(ref, cdata, nbytes, self.packs)
+                    self._by_storage[cdata] = self._by_pack[self.packs] = entry
+                    self._staying.append(entry)
+                    self._alive_bytes += nbytes
+                    if self._is_moving:
+                        self.in_bytes += nbytes
+                entry.packed.append(weakref.ref(kept))
+                self.packs += 1
+                if not self._follow(nbytes, entry) and self.limit_bytes is not None:
+                    self._keep_within(self.limit_bytes)
+                    if self._due_in and self._is_advised:
+                        self._prefetch(entry, self.limit_bytes)
+                return kept, version, saved, entry
         finally:
-            self._deliver()
-
-    def _packed(self, tensor: torch.Tensor, kept: torch.Tensor, version: int, storage: Any, nbytes: int) -> _Packed:
-        stream = self._copier.streams.current()
-        self._collect()
-        ref = self._by_storage.get(storage._cdata)
-        saved = None if ref is None else ref()
-        if saved is not None:
-            entry = ref.entry  # type: ignore[union-attr]
-        else:
-            if not storage.resizable() or storage.is_shared():
-                return kept, version
-            saved = _Saved(storage)
-            entry = _Entry(saved, self._deaths, nbytes, self.packs, stream)
-            self._by_storage[entry.cdata] = self._by_pack[entry.first_pack] = entry.ref
-            self._staying.append(entry)
-            self.in_bytes += nbytes
-            self._alive_bytes += nbytes
-        self.packs += 1
-        del storage
-        self._event(nbytes, entry)
-        if self.limit_bytes is None:
-            return kept, version, saved, entry, _UNMOVED, (), -1
-        self._keep_within(self.limit_bytes)
-        if self._due_in and self._is_advised:
-            self._prefetch(entry, stream, self.limit_bytes)
-        # Has the tensor's version counter, and no storage of its own.
-        probe = tensor.detach() if kept is tensor else kept
-        probe.data = self._empty_of(tensor.dtype)
-        return probe, version, saved, entry, tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            if self._interrupts.pending:
+                self._interrupts.deliver()
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if type(packed) is not tuple:
             return packed  # type: ignore[no-any-return]
-        probe, version = packed[:2]
-        if probe._version != version:
-            shape = list(probe.shape if len(packed) == 2 or packed[6] < 0 else packed[4])
+        tensor: torch.Tensor = packed[0]
+        if tensor._version != packed[1]:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" [{probe.type()} {shape}] is at version {probe._version}; expected version {version} instead. Hint:"
-                " enable anomaly detection to find the operation that failed to compute its gradient, with"
-                " torch.autograd.set_detect_anomaly(True)."
+                f" [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version"
+                f" {packed[1]} instead. Hint: enable anomaly detection to find the operation that failed to compute its"
+                " gradient, with torch.autograd.set_detect_anomaly(True)."
             )
         if len(packed) == 2:
-            return probe  # type: ignore[no-any-return]
-        _, _, saved, entry, shape, stride, offset = packed
+            return tensor
+        entry: _Entry = packed[3]
         try:
             with self._lock:
-                self._bring(saved, entry)
-                if offset < 0:
-                    return probe  # type: ignore[no-any-return]
-                return self._over(probe, saved.storage, shape, stride, offset)
+                if not self._follow(-entry.nbytes, entry) or entry.tracked is not None:
+                    self._bring(entry)
+                return tensor.detach()  # a holder of the storage that counts
         finally:
-            self._deliver()
+            if self._interrupts.pending:
+                self._interrupts.deliver()
 
-    def _bring(self, saved: _Saved, entry: _Entry) -> None:
+    def _bring(self, entry: _Entry) -> None:
         """Make sure that an entry's bytes are in memory, and prefetch what follows."""
-        stream = self._copier.streams.current()
-        self._collect()
-        self._event(-entry.nbytes, entry)
-        if entry.state is _State.SAVING:
-            entry.state = _State.IN
-            self.out_bytes -= entry.nbytes
-            self._staying.append(entry)
-        if entry.state is _State.OUT:
-            self._load(entry, saved, stream)
+        self._begin_return(entry)
         self._needed = entry
         if self.limit_bytes is not None:
             self._keep_within(self.limit_bytes)
-            self._prefetch(entry, stream, self.limit_bytes)
-        if entry.state is _State.LOADING:
-            copy = entry.copy
-            assert copy is not None
-            self._waits.wait(copy)
-            self._arrived(entry, saved, copy)
-        if entry.stream != stream:
-            self._copier.streams.share(saved.storage)
+            self._prefetch(entry, self.limit_bytes)
+        if (tracked := entry.tracked) is not None:
+            if tracked.is_out:
+                self._residency.bring_in(tracked)
+            self._stay(entry, tracked)
 
-    def _event(self, nbytes: int, entry: _Entry) -> None:
-        """Tell the record what autograd does, if this is the thread whose steps are recorded."""
-        thread = threading.get_ident()
-        self._loops.add(thread)
-        if len(self._loops) == 1:
-            self.record.event(nbytes, entry.first_pack, self._alive_bytes)
-            if self.record.observed is not None:
+    def _begin_return(self, entry: _Entry) -> None:
+        """Have an entry stay that is leaving; begin to load one that is out."""
+        tracked = entry.tracked
+        if tracked is not None and entry.is_away:
+            entry.is_away = False
+            self.out_bytes -= entry.nbytes
+            self._residency.changed(tracked)
+            if tracked.is_out:
+                entry.tries = 0
+                self._residency.load(tracked)
+                self._returning.append(entry)
+            else:
+                self._stay(entry, tracked)
+
+    def _stay(self, entry: _Entry, tracked: Tracked) -> None:
+        self._residency.forget(tracked)
+        entry.tracked = None
+        self.in_bytes += entry.nbytes
+        self._staying.append(entry)
+
+    def _follow(self, nbytes: int, entry: _Entry) -> bool:
+        """Tell the record what autograd does. Returns whether the step follows it so far, and fits into memory."""
+        record, is_quiet = self.record, self.fits and not self.record.has_departed
+        if not is_quiet or len(self._deaths) > _MOST_DEAD:
+            self._collect()
+        if threading.get_ident() == self._loop or self._is_first_loop():
+            record.event(nbytes, entry.first_pack, self._alive_bytes)
+            if record.observed is not None:
                 self._observe(entry)
             if self.advice is not None:
-                self._due_out.extend(self.advice.leaving.get(self.record.at, ()))
-                self._due_in.extend(self.advice.returning.get(self.record.at, ()))
+                self._due_out.extend(self.advice.leaving.get(record.at, ()))
+                self._due_in.extend(self.advice.returning.get(record.at, ()))
+        return is_quiet and not record.has_departed and self._loop is not None
+
+    def _is_first_loop(self) -> bool:
+        """Whether the record is of this thread's steps: it was the first to save anything, and is the only one."""
+        self._loops.add(threading.get_ident())
+        self._loop = next(iter(self._loops)) if len(self._loops) == 1 else None
+        return self._loop is not None
 
     def _observe(self, entry: _Entry) -> None:
         """Note the time of an event, and which entries others than autograd hold after it."""
         observed = self.record.observed
         assert observed is not None
-        observed.starts_s.append(self._waits.clock_s())
+        observed.starts_s.append(self._residency.waits.clock_s())
         for held in list(self._held):
             saved = held.ref()
-            if saved is None or held.state is not _State.IN or self._is_alone(held, saved):
+            if saved is None or held.is_away or self._is_alone(held, saved):
                 del self._held[held]
         self._held[entry] = None
         for held in self._held:
@@ -325,56 +353,40 @@ class SavedTensors:
         """The step that is observed ends here, unless further events come."""
         if self.record.observed is not None:
             del self.record.observed.starts_s[self.record.at + 1 :]
-            self.record.observed.starts_s.append(self._waits.clock_s())
+            self.record.observed.starts_s.append(self._residency.waits.clock_s())
 
     def end_step(self) -> None:
+        self._bury_dead()
         self.record.end_step(self.packs)
         self._held.clear()
         self._due_out.clear()
         self._due_in.clear()
         self._staying = deque(dict.fromkeys(entry for entry in self._staying if entry.ref() is not None))
 
-    def _over(
-        self, probe: torch.Tensor, storage: Any, shape: torch.Size, stride: tuple[int, ...], offset: int
-    ) -> torch.Tensor:
-        tensor = probe.detach()
-        tensor.data = torch.empty(0, dtype=probe.dtype, device=self.device).set_(storage, offset, shape, stride)
-        return tensor
-
-    def _empty_of(self, dtype: torch.dtype) -> torch.Tensor:
-        found = self._empty.get(dtype)
-        if found is None:
-            found = self._empty[dtype] = torch.empty(0, dtype=dtype, device=self.device)
-        return found
-
     # Room
 
     def _keep_within(self, limit_bytes: int) -> None:
         """Begin what has to leave by the step's peak, and wait for it as far as it has to be out by now."""
+        residency = self._residency
         beside, coming = self.record.beside()
-        others, staying = self.others_bytes()
         # What has to be out by the highest point ahead, if what will be saved until then stays.
-        if self._is_advised:
+        out_bytes = coming + residency.state_bytes - limit_bytes
+        if self.advice is not None and self._is_advised:
             self._leave_as_advised()
-        elif self.out_bytes < coming + staying - limit_bytes:
-            self._leave(coming + staying - limit_bytes)
-        if self.in_bytes + others + beside > limit_bytes:
-            self._fit(beside, limit_bytes)
-        else:
-            self.peak_bytes = max(self.peak_bytes, self.in_bytes + others + beside)
-
-    def _fit(self, beside: int, limit_bytes: int) -> None:
-        """Wait until the next ops fit: `beside` are bytes beside saved tensors and others that move."""
-        while (over := self.in_bytes + self.others_bytes()[0] + beside - limit_bytes) > 0:
-            if any(not copy.is_load for _, copy in self._copies):
-                self._waits.wait(self._copies[0][1])
+        elif self.out_bytes < out_bytes:
+            self._leave(out_bytes)
+        # Wait until the next ops fit: `beside` are bytes beside saved tensors and the optimizers' state.
+        while (over := self.in_bytes + residency.used_bytes + residency.state_bytes + beside - limit_bytes) > 0:
+            if residency.saving:
+                residency.finish_oldest()
                 self._collect()
-            elif not self._leave(self.out_bytes + over, everything=True) and not self.free_others():
+            elif not self._leave(self.out_bytes + over, everything=True) and not self.free_state():
                 self.over_bytes = max(self.over_bytes, over)
-                self.exceeded_bytes = max(self.exceeded_bytes, over)
+                residency.exceeded_bytes = max(residency.exceeded_bytes, over)
                 self.held_bytes = max(self.held_bytes, sum(entry.nbytes for entry in self._staying))
                 break
-        self.peak_bytes = max(self.peak_bytes, self.in_bytes + self.others_bytes()[0] + beside)
+        if over + limit_bytes > residency.peak_bytes:
+            residency.peak_bytes = over + limit_bytes
 
     @property
     def _is_advised(self) -> bool:
@@ -384,23 +396,21 @@ class SavedTensors:
         """Begin to save the entries that are due, once autograd alone holds them."""
         for _ in range(len(self._due_out)):
             number = self._due_out.popleft()
-            entry, saved = self._numbered(number)
-            if entry is None or saved is None or entry.state is not _State.IN:
+            entry = self._by_pack.get(self.record.first_pack_of(number))
+            saved = None if entry is None else entry.ref()
+            if entry is None or saved is None or entry.tracked is not None:
                 continue
             if entry is self._needed or not self._is_alone(entry, saved):
                 self._due_out.append(number)
                 continue
             self._save(entry, saved)
 
-    def _numbered(self, number: int) -> tuple[_Entry | None, _Saved | None]:
-        """Return a storage of this step by its number there, if it is alive."""
-        ref = self._by_pack.get(self.record.first_pack_of(number))
-        return (None, None) if ref is None else (ref.entry, ref())
-
     def _is_alone(self, entry: _Entry, saved: _Saved) -> bool:
-        """Whether autograd alone holds an entry's storage."""
-        # The storage's one use is the Python object's, which `saved` and the call's argument refer to.
-        return storage_uses(entry.cdata) == 1 and sys.getrefcount(saved.storage) <= 2
+        """Whether autograd alone holds a storage: by the tensors that were packed."""
+        entry.packed = [ref for ref in entry.packed if ref() is not None]
+        # The storage's Python object is a use, too. Beside torch, `saved` and the call's argument refer to it.
+        uses = len(entry.packed) + 1
+        return storage_uses(entry.cdata) == uses and sys.getrefcount(saved.storage) <= REFERENCES
 
     def _leave(self, goal_bytes: int, *, everything: bool = False) -> bool:
         """Begin to save entries, first saved first, until `goal_bytes` are out or leaving. Returns whether it did."""
@@ -410,7 +420,7 @@ class SavedTensors:
                 break
             entry = self._staying.popleft()
             saved = entry.ref()
-            if saved is None or entry.state is not _State.IN:
+            if saved is None or entry.tracked is not None:
                 continue
             if entry is self._needed:
                 back.append(entry)
@@ -428,61 +438,40 @@ class SavedTensors:
         return began
 
     def _save(self, entry: _Entry, saved: _Saved) -> None:
-        if entry.slot is None:
-            entry.slot = self._spill.take(entry.nbytes)
-        entry.state = _State.SAVING
+        tracked = entry.tracked = self._residency.track(saved.storage)
+        if tracked is None:  # it was made smaller
+            return
+        self.in_bytes -= entry.nbytes
+        entry.is_away = True
         self.out_bytes += entry.nbytes
-        self._begin(entry, saved.storage, is_load=False)
+        self._residency.save(tracked)
 
-    def _load(self, entry: _Entry, saved: _Saved, stream: int) -> None:
-        storage = torch.UntypedStorage(entry.nbytes, device=self.device)  # type: ignore[no-untyped-call]
-        entry.state, entry.stream = _State.LOADING, stream
-        self.in_bytes += entry.nbytes
-        self.out_bytes -= entry.nbytes
-        self._begin(entry, storage, is_load=True)
-
-    def _begin(self, entry: _Entry, storage: Any, is_load: bool) -> None:
-        assert entry.slot is not None
-        copy = entry.copy = StorageCopy(entry.slot, storage, entry.nbytes, is_load)
-        self._copies.append((entry, copy))
-        self.moved_bytes += entry.nbytes
-        if self._is_forked:  # without a copy thread
-            copy.end = threading.Event()
-            self._copier.make(copy)
-            copy.end.set()
-        else:
-            self._copier.begin(copy)
-
-    def _prefetch(self, entry: _Entry, stream: int, limit_bytes: int) -> None:
+    def _prefetch(self, entry: _Entry, limit_bytes: int) -> None:
         """Begin to load what is unpacked next, as far as it fits beside the next ops."""
+        residency = self._residency
         if self.out_bytes == 0:
-            self.has_room(limit_bytes)
+            if residency.state_out_bytes:
+                self.prefetch_state(limit_bytes)
             return
-        coming = sum(copy.is_load for _, copy in self._copies)
-        if coming >= _AHEAD:
+        if residency.loading >= _AHEAD:
             return
-        free = limit_bytes - self.in_bytes - self.others_bytes()[0] - self.record.soon_beside()
+        free = (
+            limit_bytes - self.in_bytes - residency.used_bytes - residency.state_bytes - self.record.soon_beside()
+        )
         numbers = self.record.upcoming(entry.first_pack)
-        if self._is_advised:
+        if self.advice is not None and self._is_advised:
             numbers = self._advised_returns(numbers)
         for number in numbers:
-            ref = self._by_pack.get(number)
-            saved = None if ref is None else ref()
-            if saved is None:
+            following = self._by_pack.get(number)
+            if following is None or following.tracked is None or not following.is_away or following.ref() is None:
                 continue
-            following = ref.entry  # type: ignore[union-attr]
-            if following.state is _State.SAVING:
-                following.state = _State.IN
-                self.out_bytes -= following.nbytes
-                self._staying.append(following)
-            if following.state is _State.OUT:
+            if following.tracked.is_out:
                 if following.nbytes > free:
                     return
                 free -= following.nbytes
-                self._load(following, saved, stream)
-                coming += 1
-                if coming >= _AHEAD:
-                    return
+            self._begin_return(following)
+            if residency.loading >= _AHEAD:
+                return
 
     def _advised_returns(self, upcoming: Iterator[int]) -> Iterator[int]:
         """Yield the first packs of storages that are due to return, then those that left against the advice.
@@ -496,105 +485,40 @@ class SavedTensors:
             self._due_in.popleft()
         yield from (first for first in upcoming if self.record.number_of(first) not in advice.moved)
 
-    def _arrived(self, entry: _Entry, saved: _Saved, copy: StorageCopy) -> None:
-        if entry.copy is not copy or entry.state is not _State.LOADING:
-            return
-        entry.copy = None
-        if copy.error is not None:
-            entry.state = _State.OUT
-            self.in_bytes -= entry.nbytes
-            self.out_bytes += entry.nbytes
-            raise copy.error
-        saved.storage = copy.storage
-        entry.cdata = copy.storage._cdata
-        entry.state, entry.tries = _State.IN, 0
-        self._by_storage[entry.cdata] = entry.ref
-        self._staying.append(entry)
-
     def _collect(self) -> None:
-        """Forget what has died, and complete copies that have ended."""
-        while self._deaths:
-            self._bury(self._deaths.popleft().entry)
-        while self._copies and self._copies[0][1].end.is_set():
-            entry, copy = self._copies.popleft()
-            if entry.copy is not copy:
-                continue
-            saved = entry.ref()
-            if copy.is_load:
-                if saved is not None and copy.error is None:
-                    self._arrived(entry, saved, copy)
-                continue
-            entry.copy = None
-            if entry.state is not _State.SAVING or saved is None:
-                continue
-            if copy.error is not None:
-                entry.state = _State.IN
-                self.out_bytes -= entry.nbytes
-                raise copy.error
-            self._depart(entry, saved)
-        while self._freed and self._freed[0][1].end.is_set():
-            self._spill.give_back(self._freed.popleft()[0].slot)
+        """Forget what has died, and complete copies that have ended. Raises the error of a copy."""
+        if self._deaths:
+            self._bury_dead()
+        if self._is_moving and self._residency.has_news:
+            self._residency.collect()
+        while self._returning:
+            tracked = self._returning[0].tracked
+            if tracked is not None and tracked.is_out:
+                break
+            entry = self._returning.popleft()
+            if tracked is not None:
+                self._stay(entry, tracked)
 
-    def _depart(self, entry: _Entry, saved: _Saved) -> None:
-        entry.state = _State.OUT
-        storage, saved.storage = saved.storage, None
-        self._by_storage.pop(entry.cdata, None)
-        self.in_bytes -= entry.nbytes
-        if self.device.type == "cpu":
-            # The C library may keep freed memory. The pages go back to the system whatever it does.
-            give_pages_back(storage_address(storage), entry.nbytes)
+    def _bury_dead(self) -> None:
+        while self._deaths:
+            ref = self._deaths.popleft()
+            entry, ref.entry = ref.entry, None  # the two refer to each other
+            if entry is not None:
+                self._bury(entry)
 
     def _bury(self, entry: _Entry) -> None:
         self._alive_bytes -= entry.nbytes
-        if entry.state in (_State.SAVING, _State.OUT):
-            self.out_bytes -= entry.nbytes
-        if entry.state is not _State.OUT:
-            self.in_bytes -= entry.nbytes
-        if self._by_storage.get(entry.cdata) is entry.ref:
+        if self._by_storage.get(entry.cdata) is entry:
             del self._by_storage[entry.cdata]
         del self._by_pack[entry.first_pack]
         if self.record.observed is not None:
             self.record.observed.last[self.record.number_of(entry.first_pack)] = self.record.at
-        if entry.slot is not None:
-            if entry.copy is None or entry.copy.end.is_set():
-                self._spill.give_back(entry.slot)
-            else:
-                self._freed.append((entry, entry.copy))
-
-    # The end
+        if entry.tracked is not None:
+            self._residency.forget(entry.tracked)
+            self.out_bytes -= entry.nbytes if entry.is_away else 0
+        elif self._is_moving:
+            self.in_bytes -= entry.nbytes
 
     def after_fork(self, lock: AbstractContextManager[Any]) -> None:
         """Continue in a forked process, where nothing leaves."""
-        self._lock, self._is_forked, self.limit_bytes = lock, True, None
-        while self._copies:
-            entry, copy = self._copies.popleft()
-            if entry.copy is not copy:
-                continue
-            entry.copy = None
-            if copy.is_load and entry.state is _State.LOADING:
-                entry.state = _State.OUT
-                self.in_bytes -= entry.nbytes
-                self.out_bytes += entry.nbytes
-            elif entry.state is _State.SAVING:
-                entry.state = _State.IN
-                self.out_bytes -= entry.nbytes
-
-    def bring_all_in(self) -> None:
-        """Load everything, ignoring the limit; from now on nothing leaves."""
-        with self._lock:
-            self.limit_bytes = None
-            self._collect()
-            stream = self._copier.streams.current()
-            for entry in [ref.entry for ref in self._by_pack.values()]:
-                saved = entry.ref()
-                if saved is None:
-                    continue
-                if entry.state is _State.SAVING:
-                    entry.state = _State.IN
-                    self.out_bytes -= entry.nbytes
-                if entry.state is _State.OUT:
-                    self._load(entry, saved, stream)
-                if entry.state is _State.LOADING and entry.copy is not None:
-                    entry.copy.end.wait()
-                    self._arrived(entry, saved, entry.copy)
-            self._collect()
+        self._lock, self.limit_bytes = lock, None

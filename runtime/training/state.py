@@ -7,7 +7,6 @@ parameter's own dict is always the same plain dict.
 
 import inspect
 import sys
-import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
@@ -17,19 +16,9 @@ from typing import Any, Final
 import torch
 from torch import optim
 
-from cohabit.runtime.stores.pages import give_pages_back
-from cohabit.runtime.training.copies.copying import Copier
-from cohabit.runtime.training.copies.spill import SpillSlot, SpillStore
-from cohabit.runtime.training.owners import state_tensors
-from cohabit.runtime.training.tracked import (
-    LEAST_BYTES,
-    REFERENCES,
-    CopyWaits,
-    StorageCopy,
-    storage_address,
-    storage_nbytes,
-    storage_uses,
-)
+from cohabit.runtime.training.interrupts import Interrupts
+from cohabit.runtime.training.residency import Residency
+from cohabit.runtime.training.tracked import LEAST_BYTES, REFERENCES, Tracked, storage_uses, used_by
 
 _BY_PARAMETER: Final = (
     optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.Adamax, optim.AdamW, optim.ASGD, optim.Muon,
@@ -50,29 +39,19 @@ def runs_in_parts(optimizer: optim.Optimizer) -> bool:
     return any(step is inspect.unwrap(kind.step) for kind in _BY_PARAMETER)
 
 
-class _Moved:
-    """A tensor of a parameter's state, and where its bytes are kept while it is out."""
-
-    __slots__ = ("copy", "nbytes", "offset", "shape", "slot", "stride", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, nbytes: int, slot: SpillSlot) -> None:
-        self.tensor, self.nbytes, self.slot = tensor, nbytes, slot
-        self.shape, self.stride, self.offset = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-        self.copy: StorageCopy | None = None
-
-
 class _Away:
     """Stands in `optimizer.state` for the state of a parameter that is on its way out, out, or on its way back."""
 
-    __slots__ = ("is_leaving", "is_loading", "is_out", "key", "moved", "own")
+    __slots__ = ("is_returning", "nbytes", "own", "trackeds")
 
-    def __init__(self, key: Any, own: dict[Any, Any], moved: Sequence[_Moved]) -> None:
-        self.key, self.own, self.moved = key, own, moved
-        self.is_leaving, self.is_out, self.is_loading = True, False, False
+    def __init__(self, own: dict[Any, Any], trackeds: Sequence[Tracked]) -> None:
+        self.own, self.trackeds = own, trackeds
+        self.nbytes = used_by(trackeds)
+        self.is_returning = False
 
     @property
-    def nbytes(self) -> int:
-        return sum(moved.nbytes for moved in self.moved)
+    def is_out(self) -> bool:
+        return all(tracked.is_out for tracked in self.trackeds)
 
 
 class _StateMapping(defaultdict[Any, Any]):
@@ -156,38 +135,30 @@ class _Groups(list[dict[str, Any]]):
 
 
 class OptimizerState:
-    """Moves the state of one optimizer. All methods that begin or end copies take the lock."""
+    """Moves the state of one optimizer. The residency tracks it while it is out, or on its way."""
 
     def __init__(
         self,
         optimizer: optim.Optimizer,
-        device: torch.device,
-        copier: Copier,
-        spill: SpillStore,
+        residency: Residency,
         lock: AbstractContextManager[Any],
-        waits: CopyWaits,
-        deliver: Callable[[], None],
+        interrupts: Interrupts,
     ) -> None:
         self._optimizer = weakref.proxy(optimizer)
-        self._waits, self._deliver = waits, deliver
-        """Called at the end of each hook: handles a signal that came meanwhile."""
+        self._residency, self.lock, self._interrupts = residency, lock, interrupts
         self.is_moving = False
-        self._device, self._copier, self._spill, self.lock = device, copier, spill, lock
         self.out_goal = 0
         """Bytes to be out between two steps."""
         self.room: Callable[[], int] = int
-        """Returns the bytes that state and the update's temporaries may take during a step."""
-        self.total_bytes = self.out_bytes = self.moved_bytes = 0
-        self._leaving: deque[_Away] = deque()
-        """What is on its way out. `out_bytes` count it, and so do `in_bytes`."""
-        self._leaving_bytes = 0
+        """Returns the bytes that staying state, loads and the update's temporaries may take during a step."""
+        self.total_bytes = self.out_bytes = 0
+        """Of all state, and of what is out, or on its way out or back."""
         self.held_bytes = 0
         """Bytes that had to leave and were held by others."""
         self._counted = -1
         self._away: dict[Any, _Away] = {}
         """By parameter."""
         self._before: defaultdict[Any, Any] | None = None
-        self._is_forked = False
         step = inspect.unwrap(type(optimizer).step)
         self._step_code = step.__code__ if runs_in_parts(optimizer) else None
         self._handles = [
@@ -199,16 +170,39 @@ class OptimizerState:
     def staying_bytes(self) -> int:
         return self.total_bytes - self.out_bytes
 
-    @property
-    def in_bytes(self) -> int:
-        return self.staying_bytes + self._leaving_bytes
+    def trackeds(self) -> set[Tracked]:
+        """Return the storages that are out, or on their way."""
+        return {tracked for away in self._away.values() for tracked in away.trackeds}
+
+    def start(self, goal_bytes: int) -> None:
+        """Begin to move, between two steps, until `goal_bytes` are out. Under a mode, some may be out already."""
+        with self.lock:
+            self.is_moving = True
+            self._wrap()
+            self._count()
+            self.out_goal = min(goal_bytes, self.total_bytes)
+            self.leave_for(self.out_goal)
+            self._settle()
+
+    def stop(self) -> None:
+        """Move nothing until the next `start`. What is out is left to the residency."""
+        with self.lock:
+            self.is_moving, self.out_goal = False, 0
+            self._residency.finish_saves()
+            self._restore_groups()
+            state = self._optimizer.state
+            for key, away in self._away.items():
+                if dict.get(state, key) is away:
+                    dict.__setitem__(state, key, away.own)
+            self._away.clear()
+            self._counted = -1
+            self._change(-self.total_bytes, -self.out_bytes)
 
     def close(self) -> None:
-        """Bring everything in, and leave the optimizer as it was."""
+        """Leave the optimizer as it was, but for what is out."""
         for handle in self._handles:
             handle.remove()
-        self.bring_all_in()
-        self._restore_groups()
+        self.stop()
         optimizer = self._optimizer
         if type(optimizer.state) is _StateMapping:
             plain = self._before if self._before is not None else defaultdict(dict)
@@ -221,14 +215,12 @@ class OptimizerState:
         with self.lock:
             self.out_goal = 0
             for key, away in list(self._away.items()):
-                self._load(away)
-                self._take_back(key, away)
+                self._return(key, away)
 
     def back(self, key: Any, away: _Away) -> Any:
         """Return a parameter's dict, whose tensors are in memory again."""
         with self.lock:
-            self._load(away)
-            self._take_back(key, away)
+            self._return(key, away)
             return away.own
 
     # A step
@@ -244,9 +236,8 @@ class OptimizerState:
                 optimizer.param_groups = _Groups(groups, self._step_code, lambda: self._parts(groups))
             else:
                 for key, away in list(self._away.items()):
-                    self._load(away)
-                    self._take_back(key, away)
-        self._deliver()
+                    self._return(key, away)
+        self._interrupts.deliver()
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self.is_moving:
@@ -255,53 +246,7 @@ class OptimizerState:
             self._restore_groups()
             self._count()
             self.leave_for(self.out_goal)
-        self._deliver()
-
-    def start(self, goal_bytes: int, bring_in: Callable[[Any], None]) -> None:
-        """Begin to move, between two steps, until `goal_bytes` are out.
-
-        Storages may be out, under a mode: `bring_in` brings one in for good. They leave one after the other, so that
-        there is no need to have all in memory at a time.
-        """
-        with self.lock:
-            self.is_moving = True
-            self._wrap()
-            self.out_goal = min(goal_bytes, self.total_bytes)
-            for parameter in self._last_first():
-                if self.out_bytes >= self.out_goal:
-                    break
-                self._for_each_storage(parameter, bring_in)
-                self.leave(parameter)
-                self._settle()
-
-    def _for_each_storage(self, parameter: Any, call: Callable[[Any], None]) -> None:
-        for tensor in state_tensors(dict.get(self._optimizer.state, parameter)):
-            if tensor.layout is torch.strided:
-                call(tensor.untyped_storage())
-
-    def stop(self) -> None:
-        """Move nothing until the next `start`. Everything is in."""
-        self.is_moving = False
-        self._restore_groups()
-
-    def returning(self) -> Iterator[torch.Tensor]:
-        """Bring everything in, one parameter's state after the other, and yield its tensors."""
-        with self.lock:
-            self.out_goal = 0
-            state = self._optimizer.state
-            for key in list(dict.keys(state)):
-                yield from state_tensors(state[key])
-
-    def after_fork(self, lock: AbstractContextManager[Any]) -> None:
-        """Continue in a forked process, which has no copy thread: what is read is loaded at once."""
-        self.lock, self.out_goal, self._is_forked = lock, 0, True
-        self._leaving.clear()
-        for away in self._away.values():
-            for moved in away.moved:
-                if moved.copy is not None and not moved.copy.end.is_set():
-                    moved.copy = None
-                    if away.is_loading:
-                        self._make(moved, is_load=True)
+        self._interrupts.deliver()
 
     def _restore_groups(self) -> None:
         groups = self._optimizer.param_groups
@@ -317,9 +262,8 @@ class OptimizerState:
             return
         if type(state) is not defaultdict or sys.getrefcount(state) > 3:
             return  # others hold the mapping itself: its content stays
-        for away in self._away.values():
-            self._discard(away)
         self._away.clear()
+        self._change(0, -self.out_bytes)
         self._before = state
         optimizer.state = _StateMapping(self, state)
         state.clear()
@@ -332,27 +276,26 @@ class OptimizerState:
         last: list[torch.Tensor] = []
         for number, (group, chunk) in enumerate(parts):
             with self.lock:
-                self._collect()
+                self._forget_replaced()
                 following = parts[number + 1][1] if number + 1 < len(parts) else []
                 taken = _TEMPORARIES * sum(parameter.nbytes for parameter in chunk)
                 self._make_room(chunk, taken, done, parts[number + 1 :])
-                for parameter in chunk:
-                    if (away := self._away.get(parameter)) is not None:
-                        self._load(away)
-                coming = [
-                    away for p in following if (away := self._away.get(p)) is not None and not away.is_loading
-                ]
+                for _, away in self._away_of(chunk):
+                    self._load(away)
+                coming = [away for _, away in self._away_of(following) if not away.is_returning]
                 if self.staying_bytes + taken + sum(away.nbytes for away in coming if away.is_out) <= self.room():
                     for away in coming:
                         self._load(away)
-                for parameter in chunk:
-                    if (away := self._away.get(parameter)) is not None:
-                        self._take_back(parameter, away)
+                for parameter, away in self._away_of(chunk):
+                    self._return(parameter, away)
             yield {**group, "params": chunk}
             done.extend(last)  # the step's own variables hold the tensors of its last part
             last = chunk
             with self.lock:
                 self._count()
+
+    def _away_of(self, parameters: Sequence[Any]) -> list[tuple[Any, _Away]]:
+        return [(p, away) for p in parameters if (away := self._away.get(p)) is not None]
 
     def updates(self) -> Iterator[tuple[int, int]]:
         """Yield the bytes of state of some parameters and those that their update takes beside it, in order.
@@ -374,7 +317,8 @@ class OptimizerState:
             yield state_bytes, taken
 
     def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        most, chunk, nbytes = self.room() // _PARTS, list[torch.Tensor](), 0
+        returning = sum(away.nbytes for away in self._away.values() if away.is_returning)
+        most, chunk, nbytes = (self.room() + returning) // _PARTS, list[torch.Tensor](), 0
         for parameter in parameters:
             own = _TEMPORARIES * parameter.nbytes + self._bytes_of(dict.get(self._optimizer.state, parameter))
             if chunk and nbytes + own > most:
@@ -392,7 +336,7 @@ class OptimizerState:
         ahead: Sequence[tuple[Any, list[torch.Tensor]]],
     ) -> None:
         """Make state of updated parameters leave, then state that is needed last, until a part fits."""
-        coming = sum(away.nbytes for p in chunk if (away := self._away.get(p)) is not None and away.is_out)
+        coming = sum(away.nbytes for _, away in self._away_of(chunk) if away.is_out and not away.is_returning)
         last_first = (p for _, parameters in reversed(ahead) for p in reversed(parameters))
         while self.staying_bytes + coming + taken > self.room():
             victim = done.popleft() if done else next(last_first, None)
@@ -403,21 +347,15 @@ class OptimizerState:
 
     def leave_for(self, goal_bytes: int) -> None:
         """Make state leave until `goal_bytes` are out, that of the parameters that are updated last first."""
-        for parameter in self._last_first():
+        for parameter in [p for group in self._optimizer.param_groups for p in group["params"]][::-1]:
             if self.out_bytes >= goal_bytes:
                 return
             self.leave(parameter)
         self.held_bytes = max(self.held_bytes, goal_bytes - self.out_bytes)
 
-    def _last_first(self) -> list[Any]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]][::-1]
-
     def free(self) -> bool:
-        """Wait for what is leaving, or make the state of one parameter leave now. Returns whether there was any."""
+        """Make the state of one parameter leave now. Returns whether there was any."""
         with self.lock:
-            if self._leaving:
-                self._settle()
-                return True
             for key in reversed(list(dict.keys(self._optimizer.state))):
                 if self.leave(key):
                     self._settle()
@@ -428,9 +366,8 @@ class OptimizerState:
         """Load what the next step needs first, as far as it fits. Returns the bytes that are being loaded."""
         loaded = 0
         for group in self._optimizer.param_groups if self._away else ():
-            for parameter in group["params"]:
-                away = self._away.get(parameter)
-                if away is None or away.is_loading or not away.is_out:
+            for _, away in self._away_of(group["params"]):
+                if away.is_returning or not away.is_out:
                     continue
                 if loaded + away.nbytes > free_bytes:
                     return loaded
@@ -443,140 +380,80 @@ class OptimizerState:
     def leave(self, key: Any) -> bool:
         """Begin to save a parameter's state, if the optimizer alone holds it. Returns whether any is leaving."""
         state = self._optimizer.state
-        if type(state) is not _StateMapping or self._is_forked:
+        if type(state) is not _StateMapping:
             return False
         own = dict.get(state, key)
         if type(own) is not dict or sys.getrefcount(own) > 3:
             return False
-        moved = []
+        trackeds = []
         for value in own.values():
-            if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device != self._device:
+            # Held by the dict, this loop and the call's argument; its storage by itself and its Python object.
+            if type(value) is not torch.Tensor or value.layout is not torch.strided or value.requires_grad:
+                continue
+            if sys.getrefcount(value) > 3 or weakref.getweakrefcount(value):
                 continue
             storage = value.untyped_storage()
-            nbytes = storage_nbytes(storage)
-            # Held by the dict, this loop and the call's argument; its storage by itself and its Python object.
-            if nbytes < LEAST_BYTES or sys.getrefcount(value) > 3 or weakref.getweakrefcount(value):
+            if storage_uses(storage._cdata) > 2 or sys.getrefcount(storage) > REFERENCES or storage.is_shared():
                 continue
-            if not storage.resizable() or storage.is_shared() or value.requires_grad:
-                continue
-            if storage_uses(storage._cdata) > 2 or sys.getrefcount(storage) > REFERENCES:
-                continue
-            moved.append(_Moved(value, nbytes, self._spill.take(nbytes)))
+            tracked = self._residency.track(storage)
+            if tracked is not None and not tracked.is_pinned:
+                trackeds.append(tracked)
             del storage
-        if not moved:
+        if not trackeds:
             return False
-        away = _Away(key, own, moved)
-        self._away[key] = away
-        self._leaving.append(away)
-        self._leaving_bytes += away.nbytes
+        away = self._away[key] = _Away(own, trackeds)
         dict.__setitem__(state, key, away)
-        self.out_bytes += away.nbytes
-        for part in moved:
-            self._make(part, is_load=False)
+        self._change(0, away.nbytes)
+        for tracked in trackeds:
+            if not tracked.is_out:
+                self._residency.save(tracked)
         return True
 
-    def _make(self, moved: _Moved, is_load: bool) -> None:
-        storage = moved.tensor.untyped_storage()
-        if is_load:
-            storage = torch.UntypedStorage(moved.nbytes, device=self._device)  # type: ignore[no-untyped-call]
-        copy = moved.copy = StorageCopy(moved.slot, storage, moved.nbytes, is_load)
-        self.moved_bytes += moved.nbytes
-        if self._is_forked:
-            copy.end = threading.Event()
-            self._copier.make(copy)
-            copy.end.set()
-        else:
-            self._copier.begin(copy)
-
     def _settle(self) -> None:
-        """Wait until everything that is leaving has left."""
-        for away in self._leaving:
-            for moved in away.moved:
-                if moved.copy is not None:
-                    self._waits.wait(moved.copy)
-        self.collect()
+        """Wait until everything that is leaving has left. Raises the error of a copy."""
+        self._residency.finish_saves()
+        self._residency.collect()
 
-    def collect(self) -> None:
-        """Release the memory of what has been saved."""
-        while self._leaving and all(m.copy is None or m.copy.end.is_set() for m in self._leaving[0].moved):
-            away = self._leaving.popleft()
-            if not away.is_leaving:
-                continue
-            for moved in away.moved:
-                copy, moved.copy = moved.copy, None
-                assert copy is not None
-                if copy.error is not None:
-                    self._take_back(away.key, away)
-                    raise copy.error
-                moved.tensor.data = torch.empty(0, dtype=moved.tensor.dtype, device=self._device)
-                if self._device.type == "cpu":
-                    give_pages_back(storage_address(copy.storage), moved.nbytes)
-            self._stop_leaving(away)
-            away.is_out = True
-
-    def _stop_leaving(self, away: _Away) -> None:
-        if away.is_leaving:
-            away.is_leaving = False
-            self._leaving_bytes -= away.nbytes
-
-    def _collect(self) -> None:
-        """Release the memory of what has been saved, and forget what was replaced."""
+    def _forget_replaced(self) -> None:
         state = self._optimizer.state
         for key, away in list(self._away.items()):
             if dict.get(state, key) is not away:
-                self._discard(away)
+                self._change(0, -away.nbytes)
                 del self._away[key]
-        self.collect()
 
     def _load(self, away: _Away) -> None:
-        """Begin to load what is out."""
-        if away.is_loading or not away.is_out:
-            return
-        away.is_loading = True
-        self.out_bytes -= away.nbytes
-        for moved in away.moved:
-            self._make(moved, is_load=True)
+        """Begin to load what is out; what is leaving stays."""
+        if not away.is_returning:
+            away.is_returning = True
+            for tracked in away.trackeds:
+                self._residency.changed(tracked)
+                self._residency.load(tracked)
 
-    def _take_back(self, key: Any, away: _Away) -> None:
+    def _return(self, key: Any, away: _Away) -> None:
         """Put a parameter's dict in its place; wait for what is still being loaded."""
-        for moved in away.moved:
-            copy = moved.copy
-            if away.is_loading and copy is not None:
-                self._waits.wait(copy)
-                if copy.error is not None:
-                    raise copy.error
-        for moved in away.moved:
-            if away.is_loading and moved.copy is not None:
-                data = torch.empty(0, dtype=moved.tensor.dtype, device=self._device)
-                moved.tensor.data = data.set_(moved.copy.storage, moved.offset, moved.shape, moved.stride)
-                moved.copy = None
-        if not away.is_loading:
-            self.out_bytes -= away.nbytes  # it had not left yet
-        self._stop_leaving(away)
-        self._release(away)
+        self._load(away)
+        for tracked in away.trackeds:
+            if tracked.is_out:
+                self._residency.bring_in(tracked)
+            self._residency.forget(tracked)
+        self._change(0, -away.nbytes)
         if dict.get(self._optimizer.state, key) is away:
             dict.__setitem__(self._optimizer.state, key, away.own)
         self._away.pop(key, None)
-
-    def _discard(self, away: _Away) -> None:
-        """Forget state that was replaced while it was out."""
-        if not away.is_loading:
-            self.out_bytes -= away.nbytes
-        self._stop_leaving(away)
-        self._release(away)
-
-    def _release(self, away: _Away) -> None:
-        for moved in away.moved:
-            if moved.copy is not None:
-                moved.copy.end.wait()  # the slot may be used again
-            self._spill.give_back(moved.slot)
 
     def _count(self) -> None:
         """Count the bytes of all state, whenever there is state of more or fewer parameters."""
         state = self._optimizer.state
         if len(state) != self._counted:
             self._counted = len(state)
-            self.total_bytes = sum(self._bytes_of(value) for value in dict.values(state))
+            self._change(sum(self._bytes_of(value) for value in dict.values(state)) - self.total_bytes, 0)
+
+    def _change(self, total_bytes: int, out_bytes: int) -> None:
+        """Add to the counts."""
+        self.total_bytes += total_bytes
+        self.out_bytes += out_bytes
+        self._residency.state_bytes += total_bytes - out_bytes
+        self._residency.state_out_bytes += out_bytes
 
     def _bytes_of(self, value: Any) -> int:
         if type(value) is _Away:
@@ -584,4 +461,4 @@ class OptimizerState:
         if not isinstance(value, dict):
             return 0
         tensors = [v for v in value.values() if type(v) is torch.Tensor and v.layout is torch.strided]
-        return sum(t.nbytes for t in tensors if t.device == self._device and t.nbytes >= LEAST_BYTES)
+        return sum(t.nbytes for t in tensors if t.nbytes >= LEAST_BYTES)

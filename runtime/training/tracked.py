@@ -5,12 +5,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import torch
 from torch._C import StorageBase
 
-from cohabit.runtime.training.copies.spill import SpillSlot
+if TYPE_CHECKING:
+    from cohabit.runtime.training.copies.spill import SpillSlot
 
 LEAST_BYTES: Final = 16 << 10
 """Smaller storages stay: evicting them gains nothing, and torch's generators read theirs without an op."""
@@ -51,7 +52,7 @@ class StorageRef(weakref.ref[Any]):
     """A weak reference whose callback is a C function: an interrupt in a Python callback would be swallowed."""
 
     __slots__ = ("tracked",)
-    tracked: "Tracked"
+    tracked: "Tracked | None"
 
 
 class Pace:
@@ -84,7 +85,7 @@ class Tracked:
     """A storage counted by the budget, in memory or out."""
 
     __slots__ = (
-        "copy", "is_clean", "is_counted", "is_dead", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use",
+        "copy", "is_clean", "is_forgotten", "is_out", "is_pinned", "key", "last_use", "nbytes", "next_use",
         "pace", "ref", "slot", "stream", "uses", "writes",
     )  # fmt: skip
 
@@ -94,14 +95,12 @@ class Tracked:
         self.ref = StorageRef(storage, deaths.append)
         self.ref.tracked = self
         self.slot: SpillSlot | None = None
-        self.is_out = self.is_dead = False
-        self.is_counted = True
-        """Part of the bytes in use: the context has not been left since."""
+        self.is_out = self.is_forgotten = False
         self.is_clean = False
         """The slot's bytes equal those in memory."""
         self.is_pinned = not storage.resizable()
         """The bytes may be read without an op: they stay in memory."""
-        self.copy: TrackedCopy | None = None
+        self.copy: StorageCopy | None = None
         self.stream = stream
         """Stream on which its memory was allocated."""
         self.writes = 0
@@ -132,15 +131,22 @@ class End(Protocol):
 
 
 class StorageCopy:
-    """A copy to be made, or in progress. Its reference keeps the storage alive meanwhile."""
+    """A copy of a tracked storage, to be made or in progress. Its reference keeps the storage alive meanwhile."""
 
-    __slots__ = ("end", "error", "is_load", "nbytes", "slot", "storage")
+    __slots__ = ("end", "error", "is_load", "nbytes", "slot", "storage", "tracked", "writes")
     end: End
     """Set when the copy begins, if it runs beside ops."""
 
-    def __init__(self, slot: SpillSlot, storage: Any, nbytes: int, is_load: bool) -> None:
-        self.slot, self.storage, self.nbytes, self.is_load = slot, storage, nbytes, is_load
+    def __init__(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
+        self.slot = cast("SpillSlot", tracked.slot)
+        self.tracked, self.storage, self.nbytes, self.is_load = tracked, storage, tracked.nbytes, is_load
+        self.writes = tracked.writes
         self.error: BaseException | None = None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the storage leaves when the copy has ended, unless it is used or written before."""
+        return not self.is_load and self.tracked.copy is self and self.tracked.writes == self.writes
 
     def make(self) -> None:
         (self.slot.load if self.is_load else self.slot.save)(self.storage)
@@ -162,17 +168,6 @@ class CopyWaits:
     def clock_s(self) -> float:
         """Return the time of a clock that stands still while the loop waits."""
         return time.perf_counter() - self.seconds
-
-
-class TrackedCopy(StorageCopy):
-    """A copy of a tracked storage."""
-
-    __slots__ = ("tracked", "writes")
-
-    def __init__(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        super().__init__(cast(SpillSlot, tracked.slot), storage, tracked.nbytes, is_load)
-        self.tracked = tracked
-        self.writes = tracked.writes
 
 
 def used_by(trackeds: Collection[Tracked]) -> int:

@@ -126,19 +126,6 @@ class _Cache:
         return self._past.shape[3] + count, 0
 
 
-class _Shapes(_Cache):
-    """Records the shapes of keys and values, without any past."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.empty(0, 0, 0, 0))
-
-    def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.new += [keys, values]
-        return keys, values
-
-
 def generating(folder: Path, model: Any, context: int, by_default: bool, notes: Sequence[str] = ()) -> Subject:
     """Make a subject of a causal language model with up to `context` tokens, including the prompt.
 
@@ -180,7 +167,7 @@ def generating(folder: Path, model: Any, context: int, by_default: bool, notes: 
     # Buckets for the past grow by a constant factor, up to the context.
     pasts = [n for n in (_FIRST_BUCKET * _BUCKETS_APART**k for k in range(16)) if n < most] + [most]
     read = FolderTokenizer.of(folder)
-    document, said = _checked(read, _document(folder, model))
+    document, said = _checked(read, _document(folder, model, read))
     tokenizer, unlike = entry_tokenizer(read)
     return Subject(
         step,
@@ -292,27 +279,24 @@ def _past_of(step: DecodingModule, inputs: Sequence[DeclaredInput], text: torch.
 
 def _cache_shape(model: Any) -> tuple[int, int, int]:
     """Return heads, size, and twice the layers, of keys and values. Raises ImportFailed if their shapes differ."""
-    cache, tokens = _Shapes(), torch.zeros(1, 3, dtype=torch.int64)
-    mask = torch.zeros(1, 1, 3, 3)
     try:
         with torch.no_grad():
-            model(input_ids=tokens, position_ids=torch.arange(3)[None], attention_mask=mask, past_key_values=cache)
+            cache = model(input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=True).past_key_values
+        shapes = {tuple(tensor.shape) for layer in cache.layers for tensor in (layer.keys, layer.values)}
     except Exception as error:
         raise ImportFailed(f"a step with a cache fails: {reason_of(error)}") from error
-    shapes = {tuple(tensor.shape) for tensor in cache.new}
     if len(shapes) != 1 or len(next(iter(shapes))) != 4:
         raise ImportFailed(f"its layers have caches of different shapes: {sorted(shapes) or 'none'}")
     ((_, heads, _, size),) = shapes
-    return heads, size, len(cache.new)
+    return heads, size, 2 * len(cache.layers)
 
 
-def _document(folder: Path, model: Any) -> LanguageDocument:
+def _document(folder: Path, model: Any, read: FolderTokenizer | None) -> LanguageDocument:
     """Return the server's data for texts, as transformers reads it from the folder.
 
     Texts end at the end tokens of all sources: the configurations of the model and of generation, and the tokenizer.
     """
     own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
-    read = FolderTokenizer.of(folder)
     tokenizer = None if read is None else read.own
     sources = (own.get("eos_token_id"), getattr(model.config, "eos_token_id", None))
     ends = [token for source in sources for token in (source if isinstance(source, list | tuple) else [source])]

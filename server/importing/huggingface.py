@@ -128,15 +128,8 @@ def from_folder(
         subject = with_padding(subject)
     kept, dropped = outputs_of_rows(folder, subject, outputs)
     images = tuple(given.name for given in inputs if given.name == IMAGES and len(given.dims) == 4)
-    # Texts are embedded as sentence-transformers does, or not at all.
-    tokenizer, pooling = None, None
-    try:
-        pooling = pooling_of(folder)
-        if TOKENS in names:
-            tokenizer, unlike = entry_tokenizer(FolderTokenizer.of(folder))
-            notes.extend(unlike)
-    except ImportFailed as error:
-        notes.append(f"it has no /v1/embeddings, which would differ from sentence-transformers: {error}")
+    tokenizer, pooling, unlike = text_parts(folder, takes_tokens=TOKENS in names)
+    notes.extend(unlike)
     if dropped:
         notes.append(f"not an output of the entry, because they have no row for each row: {', '.join(dropped)}")
     if left:
@@ -247,6 +240,20 @@ def with_padding(subject: Subject) -> Subject:
         return inputs
 
     return replace(subject, examples=examples)
+
+
+def text_parts(folder: Path, *, takes_tokens: bool) -> tuple[bytes | None, str | None, tuple[str, ...]]:
+    """Return a folder's tokenizer and pooling, and notes: texts are embedded as sentence-transformers does, or not."""
+    tokenizer, pooling, notes = None, None, tuple[str, ...]()
+    try:
+        pooling = pooling_of(folder)
+        if takes_tokens:
+            tokenizer, notes = entry_tokenizer(FolderTokenizer.of(folder))
+    except ImportFailed as error:
+        notes = (f"it has no /v1/embeddings, which would differ from sentence-transformers: {error}",)
+    except ModuleNotFoundError as error:
+        notes = (f"it takes token ids and no texts: its tokenizer needs the package {error.name}",)
+    return tokenizer, pooling, notes
 
 
 def pooling_of(folder: Path) -> str | None:

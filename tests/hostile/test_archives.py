@@ -244,11 +244,10 @@ def test_what_networks_are_made_of_is_allowed() -> None:
 
 def test_a_cached_program_is_held_to_the_same_operators(tmp_path: Path) -> None:
     lowered = lower(exported(Plain(), tmp_path), "m", [1], tmp_path / "cache")
-    program = artifact.LoweredProgram(
-        lowered.inputs, lowered.outputs, lowered.batched, lowered.traces, "a manifest"
-    )
-    raw = artifact.encode("x", program)
-    assert artifact.decode(raw, "x").weights == "a manifest"
+    traces = artifact.encode_traces(lowered.traces)
+    program = artifact.LoweredProgram("x", "a manifest", lowered.inputs, lowered.outputs, lowered.batched, traces)
+    raw = artifact.encode(program)
+    assert artifact.decode(raw, "x")[0].weights == "a manifest"
     with pytest.raises(FormatError, match="not an operator that a model may use"):
         artifact.decode(raw.replace(b"aten.relu_.default", b"aten.from_file.default"), "x")
 

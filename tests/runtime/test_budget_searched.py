@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import cohabit
 from cohabit.planner.graph import Graph
@@ -23,10 +22,12 @@ from cohabit.runtime.training.planning.background import SearchRequest
 from cohabit.runtime.training.planning.step_graph import StepUpdate, step_problem
 from cohabit.runtime.training.record import Event, ObservedStep, RecordedStep
 from cohabit.runtime.training.saved import SavedTensors
+from cohabit.runtime.training.tracked import Tracked
+from tests.support.runtime.loops import ROWS, WIDTH, Block
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WIDTH, ROWS, STEPS = 128, 256, 7
+STEPS = 7
 
 
 @pytest.fixture(autouse=True)
@@ -51,16 +52,6 @@ class SearchHere:
 @pytest.fixture
 def searched_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "BackgroundSearch", SearchHere)
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.1)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
 
 
 class Skipping(nn.Module):
@@ -97,7 +88,7 @@ class Unrolled(nn.Module):
 
 
 NETS: dict[str, Callable[[], nn.Module]] = {
-    "gated": lambda: nn.Sequential(*(Gated() for _ in range(4))),
+    "gated": lambda: nn.Sequential(*(Block() for _ in range(4))),
     "skipping": Skipping,
     "unrolled": Unrolled,
 }
@@ -163,18 +154,19 @@ def test_what_the_plan_chose_leaves_and_returns_no_earlier_than_planned(
     net: str, search: str, searched_here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, returned = list[tuple[int, int]](), list[tuple[int, int]]()
-    save, load = SavedTensors._save, SavedTensors._load
+    save, stay = SavedTensors._save, SavedTensors._stay
 
     def saved(self: SavedTensors, entry: Any, *rest: Any) -> None:
         left.append((self.record.number_of(entry.first_pack), self.record.at))
         save(self, entry, *rest)
 
-    def loaded(self: SavedTensors, entry: Any, *rest: Any) -> None:
-        returned.append((self.record.number_of(entry.first_pack), self.record.at))
-        load(self, entry, *rest)
+    def loaded(self: SavedTensors, entry: Any, tracked: Tracked) -> None:
+        if tracked.is_out and tracked.copy is None:
+            returned.append((self.record.number_of(entry.first_pack), self.record.at))
+        stay(self, entry, tracked)
 
     monkeypatch.setattr(SavedTensors, "_save", saved)
-    monkeypatch.setattr(SavedTensors, "_load", loaded)
+    monkeypatch.setattr(SavedTensors, "_stay", loaded)
     checked = 0
 
     def compared(number: int, limits: Budget) -> None:
@@ -230,31 +222,28 @@ def test_without_a_plan_a_warning_says_why_and_the_loop_goes_on(
     assert reason in message
 
 
-def test_a_search_in_a_process_of_its_own_ends_with_the_context() -> None:
-    processes = []
-
-    def noted(number: int, limits: Budget) -> None:
-        assert limits._planner is not None
-        if limits._planner._search is not None:
-            processes.append(limits._planner._search._process)
-
-    trained("skipping", "60%", "interval", during=noted)
-    assert len(set(processes)) == 1
-    assert processes[0].returncode is not None
-
-
-def test_a_plan_is_found_by_a_process_of_its_own() -> None:
-    followed = []
+def test_a_plan_is_found_by_a_process_of_its_own_which_ends_with_the_context() -> None:
+    followed, processes = list[str | None](), []
 
     def awaited(number: int, limits: Budget) -> None:
         assert limits._planner is not None
         if limits._planner._search is not None:
-            limits._planner._search._process.wait()
+            processes.append(limits._planner._search._process)
+            processes[0].wait()
         followed.append(limits.planned_by)
         assert "planned by interval" in str(limits) or limits.planned_by is None
 
     assert_eager_s(trained("skipping", "60%", "interval", during=awaited), "skipping")
     assert followed[-1] == "interval"
+    assert len(set(processes)) == 1
+    trained("skipping", "60%", "interval", during=lambda number, limits: processes.extend(under_way(limits)))
+    assert processes[-1] is not processes[0]
+    assert processes[-1].returncode is not None, "it was ended"
+
+
+def under_way(limits: Budget) -> list[Any]:
+    assert limits._planner is not None
+    return [] if limits._planner._search is None else [limits._planner._search._process]
 
 
 def test_what_cannot_be_planned_is_refused() -> None:

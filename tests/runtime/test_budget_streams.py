@@ -19,13 +19,12 @@ import cohabit
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.stores.pages import Bytes
 from cohabit.runtime.stores.pinned import PinnedMemory
-from cohabit.runtime.training import budget
+from cohabit.runtime.training import budget, residency
 from cohabit.runtime.training.copies import spill, streams
 from cohabit.runtime.training.copies.copying import Copier
 from cohabit.runtime.training.copies.spill import FileSpill, PinnedSpill
 from cohabit.runtime.training.copies.streams import CopyStreams, DeviceCopyThread, OpStreams
-from cohabit.runtime.training.seen import residency
-from cohabit.runtime.training.seen.residency import Residency
+from cohabit.runtime.training.residency import Residency
 from tests.support.runtime.cuda_fake import FakeDriver
 from tests.support.runtime.stream_order import (
     CheckedOps,

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
@@ -497,58 +495,3 @@ def test_a_request_may_have_the_sizes_that_the_exported_program_takes(deferred: 
 class Doubling(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
-
-
-class Layered(nn.Module):
-    """Random ops in a row, each of which keeps the shape [batch, length, 8] or mixes along the length."""
-
-    def __init__(self, ops: list[int]) -> None:
-        super().__init__()
-        self.ops, self.linear = ops, nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for op in self.ops:
-            x = _OPS[op](self, x)
-        return x
-
-
-_OPS: list[Callable[[Layered, torch.Tensor], torch.Tensor]] = [
-    lambda m, x: m.linear(x),
-    lambda m, x: torch.relu(x),
-    lambda m, x: x + x.mean(1, keepdim=True),
-    lambda m, x: x.transpose(1, 2).reshape(x.shape[0], -1).view(x.shape[0], x.shape[1], 8),
-    lambda m, x: (x @ x.transpose(1, 2) / x.shape[1]).softmax(-1) @ x,
-    lambda m, x: torch.cat([x, x], 1)[:, : x.shape[1]],
-    lambda m, x: x.flip(1) * torch.arange(x.shape[1])[:, None],
-    lambda m, x: nn.functional.pad(x, (0, 0, 1, 0))[:, :-1],
-    lambda m, x: x.view(x.shape[0], x.shape[1], 2, 4).permute(0, 2, 1, 3).reshape(x.shape),
-]
-
-
-@pytest.mark.long
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(
-    ops=st.lists(st.integers(0, len(_OPS) - 1), min_size=1, max_size=6),
-    lengths=st.sets(st.integers(4, 24), min_size=2, max_size=3),
-)
-def test_random_models_equal_eager_at_random_lengths(
-    ops: list[int], lengths: set[int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder, backend = tmp_path_factory.mktemp("random"), cpu()
-    torch.manual_seed(0)
-    model = Layered(ops).eval()
-    dims = {"x": {0: BATCH, 1: Dim("length", min=4, max=24)}}
-    torch.export.save(
-        torch.export.export(model, (), kwargs={"x": torch.randn(3, 5, 8)}, dynamic_shapes=dims),
-        folder / "model.pt2",
-    )
-    lowered = lower(folder / "model.pt2", "random", [2], folder / "cache", shape_buckets=ShapeBuckets((8, 24)))
-    for length in lengths:
-        x = torch.randn(2, length, 8)
-        with torch.no_grad():
-            want = model(x)
-        graph = lowered.graphs[bucket_of(lowered, 2, (length,))]
-        for plan in (resident_plan(graph), streaming_plan(graph)):
-            (got,) = run(backend, lowered, plan, {"x": x})
-            torch.testing.assert_close(got, want, atol=1e-4 * float(want.abs().max()), rtol=0)
-    backend.close()

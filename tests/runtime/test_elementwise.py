@@ -175,14 +175,6 @@ def test_what_takes_long_is_not_measured(table: Path, packs: bool, monkeypatch: 
     assert linear_forms.fastest(large) == ("packed" if packs else "plain")
 
 
-def test_a_form_is_measured_once_per_shape_and_machine(table: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = linear_forms.fastest(SHAPE)
-    assert first in ("plain", "transposed", "packed")
-    linear_forms.fastest.cache_clear()  # as in another process
-    monkeypatch.setattr(linear_forms, "_measured", lambda shape, timed: pytest.fail("it was measured"))
-    assert linear_forms.fastest(SHAPE) == first
-
-
 def test_processes_that_measure_at_a_time_take_the_form_that_was_written_first(
     table: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

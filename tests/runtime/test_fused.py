@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import relu
 
 from cohabit.planner.shapes import Bucket
-from cohabit.runtime.lowering.lower import Lowered, lower
+from cohabit.runtime.lowering.lower import Lowered
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
 from tests.support.runtime import models
@@ -116,13 +116,3 @@ def test_nothing_is_fused_unless_it_is_asked_for(tmp_path: Path) -> None:
     fused = lowered_pattern("residual in place", tmp_path)
     assert targets(fused) == ["conv_add_relu"]
     assert fused.weights_path != plain.weights_path
-
-
-def test_fused_programs_are_read_again_as_they_were_written(tmp_path: Path) -> None:
-    before = lowered_pattern("two convolutions", tmp_path)
-    (tmp_path / "model.pt2").touch()
-    again = lower(tmp_path / "model.pt2", "pattern", [2], tmp_path / "cache", options=FUSED)
-    assert [i.target for i in again.traces[Bucket(2)].instructions] == [
-        i.target for i in before.traces[Bucket(2)].instructions
-    ]
-    assert models.contents(again) == models.contents(before)

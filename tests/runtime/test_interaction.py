@@ -19,28 +19,14 @@ TOKENS = torch.zeros(3, 5, dtype=torch.int64)
 NUMBERS = torch.zeros(3, dtype=torch.int64)
 
 INTERACTING: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
-    "mean": (lambda: Computed(lambda x: x - x.mean(0)), FLOATS),
     "less_than_rounding": (lambda: Computed(lambda x: x + 1e-9 * x.mean(0)), FLOATS),
-    "softmax": (lambda: Computed(lambda x: x.softmax(0)), FLOATS),
     "batch_norm_that_trains": (lambda: nn.BatchNorm1d(16, track_running_stats=False), FLOATS),
-    "attention_over_the_batch": (lambda: Computed(lambda x: (x @ x.T).softmax(-1) @ x), FLOATS),
-    "largest_element": (lambda: Computed(lambda x: x / x.abs().max()), FLOATS),
-    "sort": (lambda: Computed(lambda x: x.sort(0).values), FLOATS),
-    "sort_of_numbers": (lambda: Computed(lambda x: x.sort(0).values), NUMBERS),
-    "cumsum": (lambda: Computed(lambda x: x.cumsum(0)), FLOATS),
-    "cumsum_from_the_end": (lambda: Computed(lambda x: x.flip(0).cumsum(0).flip(0)), FLOATS),
-    "neighbour": (lambda: Computed(lambda x: x.roll(1, 0)), FLOATS),
-    "place": (lambda: Computed(lambda x: x + torch.arange(x.shape[0])[:, None]), FLOATS),
-    "batch_size": (lambda: Computed(lambda x: x * x.shape[0]), FLOATS),
     "branch_on_a_sum": (models.Branch, torch.zeros(3, 8)),
-    "number_read_out": (models.Scalar, torch.zeros(3, 8)),
-    "embeddings": (lambda: Lookup(50, lambda x: x - x.mean(0)), TOKENS),
     "embeddings_from_a_small_table": (lambda: Lookup(3, lambda x: x - x.mean(0)), NUMBERS),
     "experts_with_a_capacity": (lambda: Experts(capacity=0.5), torch.zeros(3, 6, 16)),
-    "experts_with_a_capacity_and_one_token_each": (lambda: Experts(capacity=0.5), torch.zeros(3, 1, 16)),
-    "noise": (lambda: Computed(lambda x: x + torch.rand_like(x)), FLOATS),
     "dropout_that_trains": (lambda: Computed(lambda x: nn.functional.dropout(x, 0.5, True)), FLOATS),
 }
+"""A few of the kinds in `tests.support.runtime.rows`, and what no rule is needed for."""
 INDEPENDENT: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     "embeddings_from_a_small_table": (lambda: Lookup(3, lambda x: x.cumsum(1)), TOKENS),
     "experts_without_a_capacity": (lambda: Experts(capacity=None), torch.zeros(3, 6, 16)),
@@ -89,13 +75,6 @@ def test_rows_that_do_not_are_left_alone(name: str, tmp_path: Path) -> None:
         options = Options(dtype, packed=True)
         lowered = lower(tmp_path / "model.pt2", "m", [1, 2, 4, 8], tmp_path / "cache", options=options)
         assert lowered.interaction is None, dtype
-
-
-@pytest.mark.parametrize("name", [n for n in models.CASES if n not in ("branch", "scalar")])
-def test_rounding_is_no_influence(name: str, constructs: models.Constructs, tmp_path: Path) -> None:
-    for options in (Options(), Options(packed=True), Options("bfloat16", packed=True)):
-        lowered = constructs.lowered(name, tmp_path, options, [1, 3, 7])
-        assert lowered.interaction is None
 
 
 def test_the_finding_is_kept_with_the_lowered_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

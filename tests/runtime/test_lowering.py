@@ -61,6 +61,7 @@ def test_every_construct_equals_eager_at_two_batches_and_is_read_back_as_it_was_
     model, examples = models.made(name), models.CASES[name][1]
     lowered = constructs.lowered(name, tmp_path, options, [1, 4])
     assert lowered.batches == (1, 4)
+    assert (lowered.interaction is None) == (name not in ("branch", "scalar")), "rounding is no influence"
     for batch in lowered.batches:
         inputs = real_inputs(examples, batch)
         with torch.no_grad():

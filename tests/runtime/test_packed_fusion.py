@@ -105,28 +105,6 @@ PATTERNS: dict[str, tuple[Layers, list[str]]] = {
     ),
     "depthwise": (Layers(lambda m, x: functional.silu(m.a(x)), groups=8), [CONV]),
     "strided and dilated": (Layers(lambda m, x: m.a(x), stride=2, dilation=2, padding=2), [CONV]),
-    "zeros around an image": (Layers(lambda m, x: m.a(functional.pad(x, (2, 2, 1, 1)))), [CONV]),
-    "more zeros below and to the right, depthwise": (
-        Layers(lambda m, x: functional.silu(m.a(functional.pad(x, (0, 1, 1, 2)))), groups=8, stride=2, padding=0),
-        [CONV],
-    ),
-    "more zeros to the left, depthwise": (Layers(lambda m, x: m.a(functional.pad(x, (1, 0))), groups=8), [CONV]),
-    "more zeros than a kernel takes": (
-        Layers(lambda m, x: m.a(functional.pad(x, (0, 3, 0, 3))), groups=8),
-        ["aten.pad.default", CONV],
-    ),
-    "more zeros to the right, dense": (
-        Layers(lambda m, x: m.a(functional.pad(x, (0, 1)))),
-        ["aten.pad.default", CONV],
-    ),
-    "ones around an image": (
-        Layers(lambda m, x: m.a(functional.pad(x, (1, 1, 1, 1), value=1.0))),
-        ["aten.pad.default", CONV],
-    ),
-    "a mirrored edge": (
-        Layers(lambda m, x: m.a(functional.pad(x, (1, 1, 1, 1), mode="reflect"))),
-        ["aten.pad.default", CONV],
-    ),
     "padding same": (Layers(lambda m, x: functional.silu(m.a(x)), padding="same"), [CONV]),
     "padding valid": (Layers(lambda m, x: functional.silu(m.a(x)), padding="valid"), [CONV]),
     "se gate": (Layers(se_gate), [CONV, "aten.mean.dim", CONV1X1, "aten.mul_.Tensor"]),
@@ -284,42 +262,6 @@ def assert_the_answers_are_right(
         assert torch.equal(kept, swapped), "the same bits at every budget"
 
 
-class RotaryDecoder(nn.Module):
-    """One layer of causal attention with rotary embeddings, as Llama has it: each key serves two queries' heads."""
-
-    def __init__(self, length: int, *, other_reader: bool = False, biases: bool = False) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(32, n, bias=biases) for n in (32, 16, 16))
-        self.other_reader = other_reader
-        angles = torch.arange(length)[:, None] * torch.logspace(0, -2, 4)
-        self.register_buffer("cos", torch.cat([angles.cos()] * 2, -1)[None, None])
-        self.register_buffer("sin", torch.cat([angles.sin()] * 2, -1)[None, None])
-
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.get_buffer("cos") + torch.cat([-x[..., 4:], x[..., :4]], -1) * self.get_buffer("sin")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for p in (self.q, self.k, self.v))
-        q, k = self.rotate(q), self.rotate(k)
-        k2, v2 = (t[:, :, None].expand(-1, -1, 2, -1, -1).reshape(q.shape) for t in (k, v))
-        places, rows = torch.arange(x.shape[1]), torch.arange(x.shape[0])[:, None, None, None]
-        mask = places <= places[:, None] + 0 * rows
-        y = functional.scaled_dot_product_attention(q, k2, v2, mask).transpose(1, 2).reshape(x.shape)
-        return y + k.flatten(1).sum(1)[:, None, None] if self.other_reader else y
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("biases", [False, True])
-def test_a_decoder_s_layer_has_one_projection_and_rotates_pairs(
-    biases: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
-    found = targets_of(RotaryDecoder(10, biases=biases), 10, tmp_path)
-    assert [t for t in found if not t.startswith("aten.")] == [LINEAR, "rotate", "rotate"]
-    assert "aten.scaled_dot_product_attention.default" in found
-    assert {"aten.neg.default", "aten.arange.default", "aten.le.Tensor"}.isdisjoint(found)
-
-
 @pytest.mark.parametrize(("length", "plain"), [(10, True), (16, False), (18, False), (31, True), (136, False)])
 def test_attention_of_a_short_length_that_fills_no_vectors_is_plain_products(
     length: int, plain: bool, tmp_path: Path
@@ -332,10 +274,6 @@ def test_attention_of_a_short_length_that_fills_no_vectors_is_plain_products(
     assert ("short_attention" in found) == plain
     assert ("aten.scaled_dot_product_attention.default" in found) != plain
     assert_the_answers_are_right(layers, lowered, (2, 2, length, 4))
-
-
-def test_a_key_that_something_else_reads_keeps_its_order(tmp_path: Path) -> None:
-    assert "rotate" not in targets_of(RotaryDecoder(10, other_reader=True), 10, tmp_path)
 
 
 class GrowingDecoder(nn.Module):
@@ -379,12 +317,3 @@ def test_past_keys_are_attended_to_where_they_are(
     with opened(cpu, lowered) as bench, torch.no_grad():
         (own,) = bench.executor.run(bench.program(resident_plan(bench.graph)), list(given.values())).outputs
         torch.testing.assert_close(own, layer(**given), atol=1e-6, rtol=1e-5)
-
-
-def targets_of(layer: RotaryDecoder, length: int, folder: Path) -> list[str]:
-    """The ops of a decoder's layer, whose answers are right at every budget."""
-    lowered = models.lowered(
-        layer, {"x": torch.zeros(3, length, 32)}, folder, "decoder", [2], options=Options(packed=True)
-    )
-    assert_the_answers_are_right(layer, lowered, (2, length, 32))
-    return [op.target for op in lowered.graphs[Bucket(2)].ops]

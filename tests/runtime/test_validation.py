@@ -17,6 +17,7 @@ from cohabit.runtime.lowering.model import FxModel
 from cohabit.runtime.lowering.rewrites import in_place
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
+from tests.runtime.test_packed_fusion import ACTIVATIONS
 from tests.support.runtime import models
 from tests.support.runtime.backends import cpu, opened
 
@@ -80,22 +81,6 @@ def fold_with_another_epsilon(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def swap_projections(patch: pytest.MonkeyPatch) -> None:
-    def swap(model: FxModel) -> None:
-        first, second = calls(model, aten.slice.Tensor)
-        first.args, second.args = second.args, first.args
-
-    after(patch, "join_projections", swap)
-
-
-def pad_one_side_only(patch: pytest.MonkeyPatch) -> None:
-    def spoil(model: FxModel) -> None:
-        for conv in calls(model, aten.conv2d.default)[:1]:
-            conv.args = (*conv.args[:4], [1, 0], *conv.args[5:])
-
-    after(patch, "absorb_padding", spoil)
-
-
 def fuse_another_function(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(fusion.ACTIVATIONS, aten.silu.default, lambda _: fusion.Activation("hardswish"))
 
@@ -128,8 +113,6 @@ def fail_to_understand(patch: pytest.MonkeyPatch) -> None:
 X = {"x": torch.zeros(3, 4, 6, 6)}
 PLANTED: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], type[nn.Module], dict[str, torch.Tensor]]] = {
     "fold_batch_norms": (fold_with_another_epsilon, Image, X),
-    "join_projections": (swap_projections, Projections, {"x": torch.zeros(3, 16)}),
-    "absorb_padding": (pad_one_side_only, Image, X),
     "fuse": (fuse_another_function, Image, X),
     "work_in_place": (overwrite_what_is_read_again, Image, X),
     "join_tables": (read_the_next_column, Columns, {"ids": torch.zeros(3, 4, dtype=torch.int64)}),
@@ -225,21 +208,7 @@ def test_a_program_that_draws_random_numbers_is_not_compared_and_says_so(tmp_pat
     assert "draws random numbers" in str(lowered.validation.unchecked)
 
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "relu": torch.relu,
-    "relu6": functional.relu6,
-    "hardtanh": functional.hardtanh,
-    "clamp": lambda x: x.clamp(-1, 2),
-    "clamp above its maximum": lambda x: x.clamp(2, -1),
-    "leaky relu": functional.leaky_relu,
-    "hardsigmoid": functional.hardsigmoid,
-    "hardswish": functional.hardswish,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu tanh": lambda x: functional.gelu(x, approximate="tanh"),
-}
+FUNCTIONS = ACTIVATIONS | {"clamp above its maximum": lambda x: x.clamp(2, -1)}
 
 
 class Layered(nn.Module):
@@ -262,13 +231,13 @@ class Layered(nn.Module):
         return *alone, *with_residual, self.function(self.signal(x[:, :, 0]))
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_nan_and_infinities_pass_through_every_layer_as_in_eager_pytorch(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
     torch.manual_seed(0)
-    model = Layered(ACTIVATIONS[name])
+    model = Layered(FUNCTIONS[name])
     lowered = models.lowered(
         model, {"x": torch.zeros(3, 8, 6, 6)}, tmp_path, "m", [2], options=Options(packed=True)
     )

@@ -306,13 +306,6 @@ def test_a_version_is_added_or_replaced_and_others_stay(imported: Any, refused_h
     assert not (entry / "3").exists()
 
 
-def test_the_hint_to_serve_does_not_take_one_model_for_all(imported: Any) -> None:
-    said = " ".join(imported(f"{HERE}:linear", *X).split())
-    assert "serve it with: cohabit serve models" in said
-    assert "--memory" not in said
-    assert "all of it takes 1MiB of device memory, beside what other models take" in said
-
-
 def test_an_entry_that_exists_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "models" / "linear").mkdir(parents=True)
     assert main(["import", f"{HERE}:linear", *X, "--repository", str(tmp_path / "models")]) == 1
@@ -338,21 +331,24 @@ def test_a_sample_request_is_written_where_json_has_its_types(imported: Any) -> 
     assert not Path("models/Centering/sample.json").exists()
 
 
-def test_an_output_may_be_a_view_of_a_parameter(imported: Any) -> None:
-    assert "largest difference from eager PyTorch: 0.0e+00" in imported(f"{HERE}:ParameterView", *X)
-
-
-def test_a_few_integers_may_differ_from_eager_pytorch(imported: Any) -> None:
-    said = imported(f"{HERE}:other_integer_element", *X)
-    assert (
-        "largest difference from eager PyTorch: 6.1e-05 of an output's largest value, or of the elements of" in said
-    )
-
-
-def test_a_model_that_draws_random_numbers_is_not_compared(imported: Any) -> None:
-    said = imported(f"{HERE}:Noisy", *X)
-    assert "not compared with eager PyTorch: the model draws random numbers" in said
-    assert "largest difference" not in said
+@pytest.mark.parametrize(
+    ("module", "expected", "absent"),
+    [
+        ("ParameterView", "largest difference from eager PyTorch: 0.0e+00", "not compared"),
+        (
+            "other_integer_element",
+            "eager PyTorch: 6.1e-05 of an output's largest value, or of the elements of",
+            "not compared",
+        ),
+        ("Noisy", "not compared with eager PyTorch: the model draws random numbers", "largest difference"),
+        ("linear", "all of it takes 1MiB of device memory, beside what other models take", "--memory"),
+    ],
+)
+def test_an_import_says_what_became_of_the_module(imported: Any, module: str, expected: str, absent: str) -> None:
+    said = " ".join(imported(f"{HERE}:{module}", *X).split())
+    assert expected in said
+    assert absent not in said
+    assert "serve it with: cohabit serve models" in said
 
 
 def test_tied_weights_are_in_safetensors_once(imported: Any) -> None:

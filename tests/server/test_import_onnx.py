@@ -258,6 +258,7 @@ RESIZED = [
         Case("Resize", [IMAGE], None, scales, mode=mode, coordinate_transformation_mode=rule)
         for mode in ("linear", "cubic")
         for rule in MODES
+        if (mode, rule) != ("cubic", "asymmetric")
         for scales in (SCALES, LESS)
     ),
     *(

@@ -15,7 +15,7 @@ import torch
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.encoding.codec import Bytes, Codec, decoding, encode, exact_codec
 from cohabit.runtime.lowering.interaction import comparable, difference
-from cohabit.runtime.lowering.model import FxModel, Port
+from cohabit.runtime.lowering.model import FxModel, Port, table_of
 from cohabit.runtime.lowering.weights import bytes_of
 
 LEAST_NUMBERS: Final = 4096
@@ -178,13 +178,8 @@ def encode_tables(model: FxModel, choose: Callable[[torch.Tensor], Codec]) -> No
     """
     readers: dict[str, list[torch.fx.Node]] = {}
     for node in model.graph.nodes:
-        if (
-            node.op == "call_function"
-            and node.args
-            and isinstance(node.args[0], str)
-            and node.args[0] in model.tables
-        ):
-            readers.setdefault(node.args[0], []).append(node)
+        if (read := table_of(node.target, node.args)) is not None:
+            readers.setdefault(read, []).append(node)
     for name, nodes in readers.items():
         table = model.tables[name]
         gathers = all(node.target is aten.embedding.default for node in nodes)

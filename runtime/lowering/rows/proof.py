@@ -33,10 +33,7 @@ from cohabit.runtime.lowering.rows.layouts import (
     Rows,
     Sizes,
     Value,
-    apart,
     checked,
-    joined,
-    moved,
 )
 from cohabit.runtime.lowering.rows.rules import SIZE_ARGUMENTS, OpCall, rule_of
 
@@ -197,28 +194,6 @@ class BatchFollower:
                     self._body(goes_on, [*carried, *more])[0], "rows choose its number of passes"
                 )
                 results = carried
-            case "map_impl":
-                body, mapped, more = args
-                if any(isinstance(v.layout, Constant) or v.layout.dim for v in mapped):
-                    raise NoRule("it maps over a dimension without the batch")
-                layout = joined(v.rows for v in mapped)
-                if any(not isinstance(leaf.layout, Constant) for leaf in more if isinstance(leaf, Value)):
-                    raise Mixing("each row is computed with other rows")
-                found = self._body(body, [*(Value(CONSTANT, v.shape[1:], v.dtype) for v in mapped), *more])
-                if any(not isinstance(v.layout, Constant) for v in found):
-                    raise NoRule("its results have the batch twice")
-                return [layout] * len(found)
-            case "scan":
-                body, first, scanned, more = (*args, ())[:4]
-                inner = [_without_first(value) for value in scanned]
-                count = len(first)
-                carried = self._settled(lambda own: self._body(body, [*own, *inner, *more])[:count], list(first))
-                found = self._body(body, [*carried, *inner, *more])
-                stacked = [
-                    v.layout if isinstance(v.layout, Constant | Mixed) else moved(v.rows, v.layout.dim + 1)
-                    for v in found[count:]
-                ]
-                return [*(v.layout for v in carried), *stacked]
             case _:
                 raise NoRule("no rule describes it")
         return [value.layout for value in results]
@@ -391,13 +366,6 @@ def _either(a: Layout, b: Layout) -> Layout:
         case Rows(), Repeated():
             return _either(b, a)
     return Mixed("branches have the rows in other places")
-
-
-def _without_first(value: Value) -> Value:
-    """Return a slice along a value's first dimension, over which a loop runs. Raises Mixing if it has the rows."""
-    layout = apart(value, [0], "it goes from row to row")
-    inner = layout if isinstance(layout, Constant) else moved(layout, layout.dim - 1)
-    return Value(inner, value.shape[1:], value.dtype)
 
 
 def _place(node: fx.Node) -> str:

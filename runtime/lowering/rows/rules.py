@@ -320,30 +320,37 @@ def selected(call: OpCall) -> Layout:
     return replace(layout, dim=layout.dim - (dim < layout.dim))
 
 
-@_rule("flip roll")
-def turned(call: OpCall) -> Layout:
-    return apart(call.first, call.dims("dims"), "it moves rows to other places")
-
-
-@_rule("unfold")
-def windows(call: OpCall) -> Layout:
-    return apart(call.first, [call["dimension"]], "its windows span rows")
-
-
-@_rule("diagonal diagonal_copy")
-def diagonal(call: OpCall) -> Layout:
-    dims = [call.dim("dim1"), call.dim("dim2", 1)]
-    layout = apart(call.first, dims, "its diagonal spans rows")
-    return layout if isinstance(layout, Constant) else moved(layout, layout.dim - sum(d < layout.dim for d in dims))
-
-
-@_rule("im2col col2im")
-def columns(call: OpCall) -> Layout:
-    return _samples(call.first, 4 if call.op._schema.name == "aten::im2col" else 3)
-
-
 # --------------------------------------------------------------------------------------------------
 # along dimensions
+
+
+def _along(
+    dims_of: Callable[[OpCall], Sequence[int]], removed: Callable[[OpCall], bool] = lambda call: False
+) -> Callable[[OpCall], Layout]:
+    """Return the rule of operators that compute along some dimensions, which they may remove; others are batches."""
+
+    def rule(call: OpCall) -> Layout:
+        dims = set(dims_of(call))
+        if len({value.rank for value in call.operands}) > 1:
+            raise NoRule("its operands have different ranks")
+        layout = joined(apart(value, dims, "it computes along rows") for value in call.operands)
+        if isinstance(layout, Constant) or not removed(call):
+            return layout
+        return moved(layout, layout.dim - sum(dim < layout.dim for dim in dims))
+
+    return rule
+
+
+_rule("flip roll")(_along(lambda call: call.dims("dims")))
+_rule("unfold")(_along(lambda call: [call["dimension"]]))
+_rule("diagonal diagonal_copy")(_along(lambda call: [call.dim("dim1"), call.dim("dim2", 1)], lambda call: True))
+_rule("cosine_similarity")(_along(lambda call: [call.dim()], lambda call: True))
+_rule(
+    "softmax log_softmax _softmax _log_softmax _safe_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort"
+    " topk argsort glu diff linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft"
+    " fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn"
+)(_along(OpCall.dims))
+_reduced = _along(OpCall.dims, lambda call: not call.get("keepdim", False))
 
 
 @_rule(
@@ -351,25 +358,7 @@ def columns(call: OpCall) -> Layout:
     " norm linalg_vector_norm max min aminmax count_nonzero mode kthvalue"
 )
 def reduced(call: OpCall) -> Layout:
-    if "other" in call.arguments:
-        return elementwise(call)
-    dims = call.dims()
-    layout = apart(call.first, dims, "it reduces over rows")
-    if isinstance(layout, Constant) or call.get("keepdim", False):
-        return layout
-    return moved(layout, layout.dim - sum(dim < layout.dim for dim in set(dims)))
-
-
-@_rule(
-    "softmax log_softmax _softmax _log_softmax _safe_softmax softmin cumsum cumprod cummax cummin logcumsumexp sort"
-    " topk argsort glu diff linalg_cross _fft_r2c _fft_c2r _fft_c2c fft_fft fft_ifft fft_rfft fft_irfft fft_hfft"
-    " fft_ihfft fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn"
-)
-def scanned(call: OpCall) -> Layout:
-    layouts = [apart(value, call.dims(), "it computes along rows") for value in call.operands]
-    if len({value.rank for value in call.operands}) > 1:
-        raise NoRule("its operands have different ranks")
-    return joined(layouts)
+    return elementwise(call) if "other" in call.arguments else _reduced(call)
 
 
 def _last(count: int) -> Callable[[OpCall], Layout]:
@@ -394,15 +383,6 @@ _rule("upsample_linear1d view_as_complex")(_last(1))
 _rule("upsample_bilinear2d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa tril triu")(_last(2))
 _rule("linalg_inv_ex linalg_cholesky_ex linalg_det _linalg_det linalg_eigh _linalg_eigh")(_last(2))
 _rule("upsample_trilinear3d pixel_shuffle pixel_unshuffle")(_last(3))
-
-
-@_rule("cosine_similarity")
-def similar(call: OpCall) -> Layout:
-    dim = call.get("dim") % len(call.operands[0].shape)
-    if len({value.rank for value in call.operands}) > 1:
-        raise NoRule("its operands have different ranks")
-    layout = joined(apart(value, [dim], "it computes along rows") for value in call.operands)
-    return layout if isinstance(layout, Constant) else moved(layout, layout.dim - (dim < layout.dim))
 
 
 @_rule("view_as_real")
@@ -584,22 +564,21 @@ def layer_norm(call: OpCall) -> Layout:
     return _last(len(call["normalized_shape"]))(call)
 
 
-@_rule("group_norm local_response_norm channel_shuffle")
-def grouped(call: OpCall) -> Layout:
-    constants_only(call.rest)
-    return _samples(call.first, 2)
+def _per_sample(least_rank: int) -> Callable[[OpCall], Layout]:
+    """Return the rule of operators that compute each sample along the first dimension by itself."""
+    return lambda call: joined(_samples(value, least_rank) for value in call.operands)
 
 
-@_rule("native_group_norm")
-def native_group_norm(call: OpCall) -> list[Layout]:
-    return [grouped(call)] * 3
+_grouped = _rule("group_norm native_group_norm local_response_norm channel_shuffle stft")(_per_sample(2))
+_rule("col2im istft grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator")(_per_sample(3))
+_rule("im2col")(_per_sample(4))
 
 
 @_rule("instance_norm")
 def instance_norm(call: OpCall) -> Layout:
     if call.get("running_mean") is not None and call["use_input_stats"]:
         raise Mixing("it changes its statistics")
-    return grouped(call)
+    return _grouped(call)
 
 
 @_rule("batch_norm native_batch_norm _native_batch_norm_legit_no_training _native_batch_norm_legit")
@@ -632,17 +611,6 @@ def recurrent_cell(call: OpCall) -> Layout:
     given = [call["input"], *pytree.tree_leaves(call["hx"])]
     constants_only([value for value in call.operands if all(value is not own for own in given)])
     return joined(_samples(value, 2) for value in given)
-
-
-@_rule("grid_sampler grid_sampler_2d grid_sampler_3d affine_grid_generator")
-def sampled(call: OpCall) -> Layout:
-    return joined(_samples(value, 3) for value in call.operands)
-
-
-@_rule("stft istft")
-def spectrum(call: OpCall) -> Layout:
-    constants_only(call.rest)
-    return _samples(call.first, 2 if call.op._schema.name == "aten::stft" else 3)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -689,13 +657,6 @@ def gathered(call: OpCall) -> Layout:
     if isinstance(layout, Constant):
         return index.rows  # type: ignore[no-any-return]
     return joined([layout, apart(index, dims, "it picks elements of other rows")])
-
-
-@_rule("take_along_dim")
-def taken(call: OpCall) -> Layout:
-    if call.get("dim") is None:
-        raise NoRule("it picks elements of the flattened operand")
-    return gathered(OpCall(call.op, {**call.arguments, "index": call["indices"]}, call.shapes))
 
 
 @_rule("scatter scatter_add scatter_reduce")
@@ -775,16 +736,6 @@ def put(call: OpCall) -> Layout:
     picked = value.rank - len(dims) + max(index.rank for _, index in given)
     joined([where, broadcast([values], picked)])  # type: ignore[list-item]
     return layout
-
-
-@_rule("index_add index_copy index_fill")
-def written(call: OpCall) -> Layout:
-    constants_only([call["index"]])
-    dim, source = call.dim(), call.get("source", call.get("value"))
-    layouts = [apart(call.first, [dim], "it writes to other rows")]
-    if isinstance(source, Value) and source.rank:
-        layouts.append(apart(source, [dim], "it writes to other rows"))
-    return joined(layouts)
 
 
 @_rule("slice_scatter")

@@ -61,6 +61,26 @@ class Copier(Protocol):
         ...
 
 
+class _Made:
+    """The end of a copy that a thread makes. There are two for each tensor that moves, and a lock is made quickly."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def is_set(self) -> bool:
+        return not self._lock.locked()
+
+    def set(self) -> None:
+        self._lock.release()
+
+    def wait(self) -> None:
+        with self._lock:
+            pass
+
+
 class CopyThread:
     """Copies within the CPU's memory, or to a file."""
 
@@ -82,8 +102,11 @@ class CopyThread:
         self._thread.start()
 
     def begin(self, copy: StorageCopy) -> None:
-        copy.end = threading.Event()
-        self._waiting.put(copy)
+        copy.end = _Made()
+        if self._thread is not None and self._thread.is_alive():
+            self._waiting.put(copy)
+        else:  # in a forked process
+            self._finish(copy)
 
     def make(self, copy: StorageCopy) -> None:
         self._make_here(copy)
@@ -97,12 +120,15 @@ class CopyThread:
 
     def _make_all(self) -> None:
         while (copy := self._waiting.get()) is not None:
-            try:
-                self._make_here(copy)
-            except BaseException as error:
-                copy.error = error
-            cast(threading.Event, copy.end).set()
+            self._finish(copy)
             del copy
+
+    def _finish(self, copy: StorageCopy) -> None:
+        try:
+            self._make_here(copy)
+        except BaseException as error:
+            copy.error = error
+        cast(_Made, copy.end).set()
 
     def _make_here(self, copy: StorageCopy) -> None:
         began_s = time.perf_counter()

@@ -16,7 +16,6 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch._C import StorageBase
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import aligned
@@ -24,6 +23,7 @@ from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.stores.direct import open_direct, read_fully, write_fully
 from cohabit.runtime.stores.pages import Bytes, anonymous_memory
 from cohabit.runtime.stores.pinned import PinnedMemory
+from cohabit.runtime.training.tracked import storage_address, storage_nbytes
 
 _BLOCK_BYTES = 4096
 _PIECE_BYTES = 4 << 20
@@ -45,10 +45,6 @@ _FREE_SHARE: Final = 4
 _PUNCH_HOLE: Final = 0x03
 """FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE of fallocate(2)."""
 
-_address: Callable[[Any], int] = StorageBase.data_ptr  # type: ignore[attr-defined]
-_nbytes: Callable[[Any], int] = StorageBase.nbytes  # type: ignore[attr-defined]
-"""Torch's originals: `outside.py` replaces these methods of `UntypedStorage`."""
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -63,20 +59,6 @@ class SpillSlot(Protocol):
     def load(self, storage: Any) -> None: ...
 
 
-class SpillStore(Protocol):
-    """Allocates slots, and reuses released ones. The caller holds a lock."""
-
-    def take(self, nbytes: int) -> SpillSlot: ...
-
-    def give_back(self, slot: Any) -> None:
-        """Release a slot that `take` returned."""
-        ...
-
-    def close(self) -> None:
-        """Give memory back that only the system can reuse. All copies have ended; slots still hold their bytes."""
-        ...
-
-
 def capacity_for(nbytes: int, classes: int = _CLASSES, block_bytes: int = _BLOCK_BYTES) -> int:
     """Return the least capacity of a slot that holds `nbytes`."""
     step = max(1 << (max(nbytes - 1, 1).bit_length() - 1), block_bytes * classes) // classes
@@ -86,8 +68,11 @@ def capacity_for(nbytes: int, classes: int = _CLASSES, block_bytes: int = _BLOCK
 Slot = TypeVar("Slot", bound=SpillSlot)
 
 
-class _Slots(Generic[Slot]):
-    """A store whose slots are reused, and given back to the system when many are free."""
+class SpillStore(Generic[Slot]):
+    """Allocates slots, reuses released ones, and gives them to the system when many are free.
+
+    The caller holds a lock.
+    """
 
     frees = True
     """Whether the memory of one slot can be given back."""
@@ -119,6 +104,7 @@ class _Slots(Generic[Slot]):
         return slot
 
     def give_back(self, slot: Slot) -> None:
+        """Release a slot that `take` returned."""
         self.used_bytes -= slot.capacity
         self.free_bytes += slot.capacity
         self._free[slot.capacity].append(slot)
@@ -129,7 +115,8 @@ class _Slots(Generic[Slot]):
             self.free_bytes -= capacity
             self._drop(self._free[capacity].pop())
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give memory back that only the system can reuse. All copies have ended; slots still hold their bytes."""
 
 
 def bytes_of(storage: Any) -> torch.Tensor:
@@ -147,15 +134,15 @@ class _RamSlot:
         self._memory = np.frombuffer(anonymous_memory(capacity), np.uint8)
 
     def save(self, storage: Any) -> None:
-        nbytes = _nbytes(storage)
-        np.copyto(self._memory[:nbytes], _bytes_at(_address(storage), nbytes))  # releases the GIL
+        nbytes = storage_nbytes(storage)
+        np.copyto(self._memory[:nbytes], _bytes_at(storage_address(storage), nbytes))  # releases the GIL
 
     def load(self, storage: Any) -> None:
-        nbytes = _nbytes(storage)
-        np.copyto(_bytes_at(_address(storage), nbytes), self._memory[:nbytes])
+        nbytes = storage_nbytes(storage)
+        np.copyto(_bytes_at(storage_address(storage), nbytes), self._memory[:nbytes])
 
 
-class RamSpill(_Slots[_RamSlot]):
+class RamSpill(SpillStore[_RamSlot]):
     """Keeps bytes in RAM. For a process on a CPU this saves no memory. A slot's memory goes with the object."""
 
     def _make(self, capacity: int) -> _RamSlot:
@@ -172,14 +159,14 @@ class _PinnedSlot:
 
     def save(self, storage: Any) -> None:
         with torch._C._DisableTorchDispatch():
-            self._tensor[: _nbytes(storage)].copy_(bytes_of(storage), non_blocking=True)
+            self._tensor[: storage_nbytes(storage)].copy_(bytes_of(storage), non_blocking=True)
 
     def load(self, storage: Any) -> None:
         with torch._C._DisableTorchDispatch():
-            bytes_of(storage).copy_(self._tensor[: _nbytes(storage)], non_blocking=True)
+            bytes_of(storage).copy_(self._tensor[: storage_nbytes(storage)], non_blocking=True)
 
 
-class PinnedSpill(_Slots[_PinnedSlot]):
+class PinnedSpill(SpillStore[_PinnedSlot]):
     """Keeps bytes of a GPU's memory in pinned host memory: 1.02 bytes for each at most, and one piece for small slots.
 
     If sizes vary from step to step, slots of up to the double are used. A quarter of the peak may be free.
@@ -246,7 +233,7 @@ class _FileSlot:
         self._file, self.offset, self.capacity = file, offset, capacity
 
     def save(self, storage: Any) -> None:
-        piece, nbytes = self._file.piece(), _nbytes(storage)
+        piece, nbytes = self._file.piece(), storage_nbytes(storage)
         for start in range(0, nbytes, _PIECE_BYTES):
             part = piece[: min(_PIECE_BYTES, nbytes - start)]
             _copy_from(storage, start, part)
@@ -258,7 +245,7 @@ class _FileSlot:
                 "budget: a forked process reads a tensor that was out when it was forked, from a file in which its"
                 " parent goes on writing; start it by 'spawn', or set store='ram'"
             )
-        piece, nbytes = self._file.piece(), _nbytes(storage)
+        piece, nbytes = self._file.piece(), storage_nbytes(storage)
         for start in range(0, nbytes, _PIECE_BYTES):
             part = piece[: min(_PIECE_BYTES, nbytes - start)]
             read_fully(self._file.descriptor, piece[: aligned(len(part), _BLOCK_BYTES)], self.offset + start)
@@ -268,7 +255,7 @@ class _FileSlot:
 def _copy_from(storage: Any, start: int, part: Bytes) -> None:
     """Copy a storage's bytes from `start` on, and wait until they are there."""
     if storage.device.type == "cpu":
-        np.copyto(part, _bytes_at(_address(storage) + start, len(part)))
+        np.copyto(part, _bytes_at(storage_address(storage) + start, len(part)))
     else:
         with torch._C._DisableTorchDispatch():
             torch.from_numpy(part).copy_(bytes_of(storage)[start : start + len(part)])
@@ -276,13 +263,13 @@ def _copy_from(storage: Any, start: int, part: Bytes) -> None:
 
 def _copy_to(storage: Any, start: int, part: Bytes) -> None:
     if storage.device.type == "cpu":
-        np.copyto(_bytes_at(_address(storage) + start, len(part)), part)
+        np.copyto(_bytes_at(storage_address(storage) + start, len(part)), part)
     else:
         with torch._C._DisableTorchDispatch():
             bytes_of(storage)[start : start + len(part)].copy_(torch.from_numpy(part))
 
 
-class FileSpill(_Slots[_FileSlot]):
+class FileSpill(SpillStore[_FileSlot]):
     """Keeps bytes in a file, bypassing the page cache where the file system supports O_DIRECT.
 
     The file has no name, so it disappears however the process ends.

@@ -220,4 +220,4 @@ class History:
 
 def _is_needed(tracked: Tracked) -> bool:
     """Whether a storage has to be copied in before it is used."""
-    return tracked.is_out and not tracked.is_dead and tracked.copy is None
+    return tracked.is_out and not tracked.is_forgotten and tracked.copy is None

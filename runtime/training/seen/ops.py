@@ -9,7 +9,7 @@ used storages are evicted, and swapped in on demand, as in the passive mode of C
 import logging
 import threading
 import time
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
@@ -26,10 +26,10 @@ from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.training.interrupts import Interrupts
 from cohabit.runtime.training.owners import distinct_storages, held_by_others, rehome, storages_of
 from cohabit.runtime.training.record import Record
+from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.seen.history import History
 from cohabit.runtime.training.seen.outside import Pins, watching
 from cohabit.runtime.training.seen.process_limit import ProcessLimit
-from cohabit.runtime.training.seen.residency import Residency
 from cohabit.runtime.training.seen.schema import OpSchema, result_bytes, schema_of
 from cohabit.runtime.training.tracked import LEAST_BYTES, NEVER, Tracked, used_by
 
@@ -129,7 +129,7 @@ class SeenOps:
         for storage in distinct_storages(tensors):
             kept.adopt(storage, stays=id(storage) in held)
         self._pins = self._watching.enter_context(watching(kept, self._lock))
-        kept.peak_bytes = kept.used_bytes
+        kept.peak_bytes = max(kept.peak_bytes, kept.used_bytes)
         self._record = record
         above = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - modes_before)]
         self._mode = _Mode(self)
@@ -137,8 +137,8 @@ class SeenOps:
         for mode in reversed(above):
             _push_mode(mode)
 
-    def leave(self) -> None:
-        """Bring everything in, and leave the mode, whichever modes the loop has entered since."""
+    def leave(self, kept: Collection[Tracked] = ()) -> None:
+        """Bring everything in but `kept`, and leave the mode, whichever modes the loop has entered since."""
         mode, self._mode = self._mode, None
         if mode is None:
             return
@@ -150,7 +150,7 @@ class SeenOps:
         for other in reversed(above):
             _push_mode(other)
         with self._lock:
-            self._residency.bring_all_in()
+            self._residency.bring_in_all_but(kept)
             self._changed.notify_all()
         self._watching.close()
 

@@ -18,7 +18,7 @@ import torch
 
 from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.training.owners import storages_of
-from cohabit.runtime.training.seen.residency import Residency
+from cohabit.runtime.training.residency import Residency
 from cohabit.runtime.training.tracked import Tracked
 
 _VIEWED: Final = ("numpy", "__array__")

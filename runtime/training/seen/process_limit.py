@@ -10,7 +10,7 @@ from typing import Final
 from cohabit.planner.errors import format_bytes
 from cohabit.runtime.errors import MemoryExceeded, UnsupportedModel
 from cohabit.runtime.heap import release_free_memory
-from cohabit.runtime.training.seen.residency import Residency
+from cohabit.runtime.training.residency import Residency
 
 _RESERVE: Final = 16
 """The total divided by this is reserved for freed memory that the C library keeps, and for unusual scratch."""

@@ -18,7 +18,6 @@ from cohabit.server.importing.onnx.indexing import with_pairs
 from cohabit.server.importing.onnx.known import Known
 from cohabit.server.importing.onnx.operators import (
     arithmetic,
-    contributed,
     layers,
     quantized,
     recurrent,
@@ -28,7 +27,7 @@ from cohabit.server.importing.onnx.operators import (
 from cohabit.server.importing.onnx.registry import OPERATORS, OnnxNode
 from cohabit.server.importing.subject import reason_of
 
-REGISTERED = (arithmetic, contributed, layers, quantized, recurrent, resizing, shaping)
+REGISTERED = (arithmetic, layers, quantized, recurrent, resizing, shaping)
 """Modules that fill OPERATORS when they are imported."""
 _OPSETS = range(11, 23)
 _OWN_DOMAIN = ("", "ai.onnx")

@@ -8,8 +8,7 @@ import torch
 
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing.declared_input import DeclaredInput, largest_size
-from cohabit.server.importing.folder_tokenizer import FolderTokenizer, entry_tokenizer
-from cohabit.server.importing.huggingface import pooling_of, with_padding
+from cohabit.server.importing.huggingface import text_parts, with_padding
 from cohabit.server.importing.huggingface_inputs import MASK, TOKENS
 from cohabit.server.importing.onnx.converted import OnnxModule
 from cohabit.server.importing.onnx.reading import OnnxGraph, OnnxInput, read_graph
@@ -53,19 +52,10 @@ def from_onnx(path: Path, inputs: Sequence[DeclaredInput], most: int | None, out
         notes.append(f"not an output of the entry, because they have no row for each row: {', '.join(dropped)}")
     if left:
         notes.append(f"not an input of the entry, because no output needs it: {', '.join(left)}")
-    # Texts are embedded as sentence-transformers does, or not at all.
-    tokenizer, pooling = None, None
     if any(given.name == TOKENS for given in subject.inputs) and _STATES in kept:
         folder = path.parent.parent if path.parent.name == "onnx" else path.parent
-        try:
-            pooling = pooling_of(folder)
-            tokenizer, unlike = entry_tokenizer(FolderTokenizer.of(folder))
-            notes.extend(unlike)
-        except ImportFailed as error:
-            notes.append(f"it has no /v1/embeddings, which would differ from sentence-transformers: {error}")
-        except ModuleNotFoundError as error:
-            notes.append(f"it takes token ids and no texts: its tokenizer needs the package {error.name}")
-    subject = replace(subject, tokenizer=tokenizer, pooling=pooling)
+        tokenizer, pooling, unlike = text_parts(folder, takes_tokens=True)
+        subject, notes = replace(subject, tokenizer=tokenizer, pooling=pooling), [*notes, *unlike]
     names = {new: name for name, new in graph.names.items() if new != name}
     subject = replace(subject, names=names)
     reference = _onnxruntime(path, kept, subject)

@@ -226,7 +226,6 @@ def differences(steps: Sequence[Step], *, dynamic: bool, packed: bool) -> Iterat
                 path / "cache",
                 options=Options(packed=packed),
                 shape_buckets=ShapeBuckets((5, 6)),
-                compare_rows=False,
             )
         except UnsupportedModel as error:
             if any(expected in str(error) for expected in EXPECTED):

@@ -76,42 +76,51 @@ _BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
     "Min": _smallest,
     "Sum": operator.add,
 }
+_SAME_NAME = (
+    "Abs Acos Acosh Asin Asinh Atan Atanh Ceil Cos Cosh Erf Exp Floor IsNaN Log Neg Reciprocal Relu Round Sigmoid Sign"
+    " Sin Sinh Sqrt Tan Tanh"
+)
+"""Functions of one tensor that torch calls alike."""
 _UNARY: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "Abs": torch.abs,
-    "Acos": torch.acos,
-    "Acosh": torch.acosh,
-    "Asin": torch.asin,
-    "Asinh": torch.asinh,
-    "Atan": torch.atan,
-    "Atanh": torch.atanh,
+    **{name: getattr(torch, name.lower()) for name in _SAME_NAME.split()},
     "BitwiseNot": torch.bitwise_not,
-    "Ceil": torch.ceil,
-    "Cos": torch.cos,
-    "Cosh": torch.cosh,
-    "Erf": torch.erf,
-    "Exp": torch.exp,
-    "Floor": torch.floor,
+    "GlobalAveragePool": lambda x: x.mean(list(range(2, x.dim())), keepdim=True),
+    "GlobalMaxPool": lambda x: x.amax(list(range(2, x.dim())), keepdim=True),
     "HardSwish": F.hardswish,
-    "IsNaN": torch.isnan,
-    "Log": torch.log,
     "Mish": F.mish,
-    "Neg": torch.neg,
     "Not": torch.logical_not,
-    "Reciprocal": torch.reciprocal,
-    "Relu": torch.relu,
-    "Round": torch.round,
-    "Sigmoid": torch.sigmoid,
-    "Sign": torch.sign,
-    "Sin": torch.sin,
-    "Sinh": torch.sinh,
     "Softplus": F.softplus,
     "Softsign": F.softsign,
-    "Sqrt": torch.sqrt,
-    "Tan": torch.tan,
-    "Tanh": torch.tanh,
 }
+_WITH_SETTINGS: Mapping[str, tuple[Callable[..., Tensor], Mapping[str, Any]]] = {
+    "LeakyRelu": (F.leaky_relu, {"alpha": 0.01}),
+    "Elu": (F.elu, {"alpha": 1.0}),
+    "Celu": (F.celu, {"alpha": 1.0}),
+    "Selu": (
+        lambda x, alpha, gamma: F.elu(x, alpha) * gamma,
+        {"alpha": 1.6732631921768188, "gamma": 1.0507010221481323},
+    ),
+    "HardSigmoid": (lambda x, alpha, beta: torch.clamp(x * alpha + beta, 0.0, 1.0), {"alpha": 0.2, "beta": 0.5}),
+    "Gelu": (lambda x, approximate: F.gelu(x, approximate=approximate), {"approximate": "none"}),
+    "com.microsoft.QuickGelu": (lambda x, alpha: x * torch.sigmoid(alpha * x), {"alpha": 1.702}),
+}
+"""Functions of a tensor and of attributes, which are given with their defaults."""
+_GELUS = {"Gelu": "none", "BiasGelu": "none", "FastGelu": "tanh"}
+"""ONNX Runtime's, of the sum of a tensor and a bias, by the approximation."""
+
+
+def _with_settings(function: Callable[..., Tensor], defaults: Mapping[str, Any]) -> Operator:
+    return lambda call: function(call.tensor(), *(call.attr(name, default) for name, default in defaults.items()))
+
+
+def _gelu_of_sum(approximate: str) -> Operator:
+    return lambda call: F.gelu(reduce(operator.add, call.tensors()), approximate=approximate)
+
+
 OPERATORS.update({name: _binary(function) for name, function in _BINARY.items()})
 OPERATORS.update({name: _unary(function) for name, function in _UNARY.items()})
+OPERATORS.update({name: _with_settings(*given) for name, given in _WITH_SETTINGS.items()})
+OPERATORS.update({f"com.microsoft.{name}": _gelu_of_sum(approximate) for name, approximate in _GELUS.items()})
 
 
 @operator_of("Pow")
@@ -143,11 +152,7 @@ def _where(call: NodeCall) -> Value:
 @operator_of("Cast", "CastLike")
 def _cast(call: NodeCall) -> Value:
     value = call.value(0)
-    if call.node.op == "CastLike":
-        like = call.value(1)
-        dtype = like.dtype
-    else:
-        dtype = call.dtype(call.attr("to"))
+    dtype = call.value(1).dtype if call.node.op == "CastLike" else call.dtype(call.attr("to"))
     if isinstance(value, Known) and (value.weight is None or value.numbers.size == 1):
         numbers = [cast(number, dtype) for number in value.list]
         array = Known.of(numbers, dtype).numbers.reshape(value.numbers.shape)
@@ -178,32 +183,6 @@ def _clip(call: NodeCall) -> Value:
     return x
 
 
-@operator_of("LeakyRelu")
-def _leaky_relu(call: NodeCall) -> Value:
-    return F.leaky_relu(call.tensor(), call.attr("alpha", 0.01))
-
-
-@operator_of("Elu")
-def _elu(call: NodeCall) -> Value:
-    return F.elu(call.tensor(), call.attr("alpha", 1.0))
-
-
-@operator_of("Celu")
-def _celu(call: NodeCall) -> Value:
-    return F.celu(call.tensor(), call.attr("alpha", 1.0))
-
-
-@operator_of("Selu")
-def _selu(call: NodeCall) -> Value:
-    alpha, gamma = call.attr("alpha", 1.6732631921768188), call.attr("gamma", 1.0507010221481323)
-    return F.elu(call.tensor(), alpha) * float(gamma)
-
-
-@operator_of("HardSigmoid")
-def _hard_sigmoid(call: NodeCall) -> Value:
-    return torch.clamp(call.tensor() * call.attr("alpha", 0.2) + call.attr("beta", 0.5), 0.0, 1.0)
-
-
 @operator_of("PRelu")
 def _prelu(call: NodeCall) -> Value:
     x, slope = call.tensor(0), call.tensor(1)
@@ -211,11 +190,6 @@ def _prelu(call: NodeCall) -> Value:
     if slope.dim() == x.dim() - 1 and slope.shape[0] == channels and x.dim() > 2 and x.shape[1] == channels:
         return F.prelu(x, slope.flatten())
     return torch.where(x >= 0, x, x * slope)
-
-
-@operator_of("Gelu")
-def _gelu(call: NodeCall) -> Value:
-    return F.gelu(call.tensor(), approximate=call.attr("approximate", "none"))
 
 
 @operator_of("Softmax", "LogSoftmax")
@@ -247,6 +221,16 @@ def _gemm(call: NodeCall) -> Value:
     found = F.linear(a, b)
     found = found if alpha == 1.0 else found * alpha
     return found if bias is None else found + (bias if beta == 1.0 else bias * beta)
+
+
+@operator_of("com.microsoft.FusedMatMul")
+def _fused_matmul(call: NodeCall) -> Value:
+    call.require(not call.attr("transBatchA", 0) and not call.attr("transBatchB", 0), "a transposed batch")
+    a, b = call.tensor(0), call.tensor(1)
+    a = a.transpose(-1, -2) if call.attr("transA", 0) else a
+    b = b.transpose(-1, -2) if call.attr("transB", 0) else b
+    found = torch.matmul(a, b)
+    return found if call.attr("alpha", 1.0) == 1.0 else found * call.attr("alpha", 1.0)
 
 
 @operator_of("Einsum")

@@ -91,11 +91,8 @@ def _conv_transpose(call: NodeCall) -> Value:
         group = call.attr("group", 1)
         return function(x, weight, bias, window.strides, window.before, extra, group, window.dilations)
     whole = function(x, weight, bias, window.strides, 0, 0, call.attr("group", 1), window.dilations)
-    return F.pad(whole, [n for b, a, e in _reversed(window, extra) for n in (-b, e - a)])
-
-
-def _reversed(window: KernelWindow, extra: list[int]) -> list[tuple[Any, Any, int]]:
-    return list(reversed(list(zip(window.before, window.after, extra, strict=True))))
+    sides = list(zip(window.before, window.after, extra, strict=True))
+    return F.pad(whole, [n for b, a, e in reversed(sides) for n in (-b, e - a)])
 
 
 @operator_of("MaxPool")
@@ -126,20 +123,6 @@ def _average_pool(call: NodeCall) -> Value:
         return pooled
     inside = F.pad(torch.ones_like(x[:1, :1]), window.padding)
     return pooled / function(inside, window.kernel, window.strides)
-
-
-def _image_dims(x: Tensor) -> list[int]:
-    return list(range(2, x.dim()))
-
-
-@operator_of("GlobalAveragePool")
-def _global_average_pool(call: NodeCall) -> Value:
-    return call.tensor().mean(_image_dims(call.tensor()), keepdim=True)
-
-
-@operator_of("GlobalMaxPool")
-def _global_max_pool(call: NodeCall) -> Value:
-    return call.tensor().amax(_image_dims(call.tensor()), keepdim=True)
 
 
 @operator_of("BatchNormalization")
@@ -178,6 +161,16 @@ def _layer_normalization(call: NodeCall) -> Value | tuple[Value | None, ...]:
         return found
     variance, mean = torch.var_mean(x, list(range(axis, x.dim())), correction=0, keepdim=True)
     return found, mean, torch.rsqrt(variance + epsilon)
+
+
+@operator_of("com.microsoft.SkipLayerNormalization")
+def _skip_layer_normalization(call: NodeCall) -> Value | tuple[Value | None, ...]:
+    call.require(not any(call.node.outputs[1:3]), "its mean as an output")
+    x = call.tensor(0) + call.tensor(1)
+    x = x + call.tensor(4) if call.has(4) else x
+    scale = call.tensor(2)
+    found = F.layer_norm(x, [scale.shape[0]], scale, call.optional(3), call.attr("epsilon", 1e-12))
+    return (found, None, None, x) if len(call.node.outputs) > 1 else found
 
 
 @operator_of("LRN")

@@ -42,6 +42,8 @@ def _resize(call: NodeCall) -> Value:
     whole = _interpolated(call, x, mode, rule, [resized.get(a, (x.shape[a],))[0] for a in range(2, x.dim())], given)
     if whole is not None and min(resized) >= 2:
         return whole
+    a = call.attr("cubic_coeff_a", -0.75)
+    call.require(mode != "cubic", f"mode=cubic with coordinate_transformation_mode={rule} and cubic_coeff_a={a}")
     for axis, (new, scale) in resized.items():
         x = _along(
             call, x, axis, mode, _SOURCES[rule](torch.arange(new, dtype=torch.float32), x.shape[axis], new, scale)
@@ -99,24 +101,7 @@ def _along(call: NodeCall, x: Tensor, axis: int, mode: str, place: Tensor) -> Te
     if mode == "nearest":
         return at(_ROUNDED[call.attr("nearest_mode", "round_prefer_floor")](place))
     shape = [-1, *[1] * (x.dim() - 1 - axis)]
-    if mode == "linear":
-        place = place.clamp(0, size - 1)
+    place = place.clamp(0, size - 1)
     low = torch.floor(place)
     share = (place - low).reshape(shape).to(x.dtype)
-    if mode == "linear":
-        return at(low) * (1 - share) + at(low + 1) * share
-    parts = zip(_cubic(share, call.attr("cubic_coeff_a", -0.75)), range(-1, 3), strict=True)
-    found: Tensor = sum((at(low + step) * weight for weight, step in parts), start=torch.zeros((), dtype=x.dtype))
-    return found
-
-
-def _cubic(share: Tensor, a: float) -> list[Tensor]:
-    """Weights of the four neighbours of a place, `share` of the way from the second to the third."""
-
-    def near(d: Tensor) -> Tensor:
-        return ((a + 2) * d - (a + 3)) * d * d + 1
-
-    def far(d: Tensor) -> Tensor:
-        return ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
-
-    return [far(share + 1), near(share), near(1 - share), far(2 - share)]
+    return at(low) * (1 - share) + at(low + 1) * share

@@ -1,13 +1,16 @@
 """Tracks which storages are in memory, evicts them and swaps them in.
 
 Invariant: a storage with `is_out` has all of its bytes in its spill slot; any other storage has them in memory. An
-interrupt between two lines therefore loses nothing, and `bring_all_in` restores all storages.
+interrupt between two lines therefore loses nothing, and `bring_in_all_but` restores all storages.
+
+While ops are seen, all tensors are tracked, and what leaves is chosen here, within `limit_bytes`. Otherwise only what
+autograd and the optimizers own is tracked, `saved.py` and `state.py` say what leaves, and there is no limit here.
 """
 
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 import torch
@@ -17,9 +20,10 @@ from cohabit.runtime.training.copies.spill import SpillStore
 from cohabit.runtime.training.tracked import (
     LEAST_BYTES,
     NEVER,
+    CopyWaits,
+    StorageCopy,
     StorageRef,
     Tracked,
-    TrackedCopy,
     has_bytes,
     resize_storage,
     storage_nbytes,
@@ -32,7 +36,7 @@ _MOST_COPIES: Final = 16
 class Residency:
     """Keeps the bytes of tracked storages within a limit. The caller holds a lock around every call."""
 
-    def __init__(self, device: torch.device, spill: SpillStore, copier: Copier) -> None:
+    def __init__(self, device: torch.device, spill: SpillStore[Any], copier: Copier) -> None:
         self.limit_bytes = NEVER
         self.used_bytes = self.peak_bytes = self.exceeded_bytes = 0
         self.headroom_bytes = NEVER
@@ -47,6 +51,13 @@ class Residency:
         """Expected bytes of the results and scratch of running ops."""
         self.moved_bytes = 0
         """Bytes copied in and out so far."""
+        self.waits = CopyWaits()
+        self.state_bytes = self.state_out_bytes = 0
+        """While ops are not seen: of optimizers' state that stays in memory and is not tracked, and of the rest."""
+        self.saving = self.loading = 0
+        """Numbers of pending copies."""
+        self._failure: BaseException | None = None
+        """Error of a copy out. The storage has stayed in memory."""
         self.device = device
         self.spill = spill
         self.copier = copier
@@ -56,7 +67,7 @@ class Residency:
         self._evictable: OrderedDict[Tracked, None] = OrderedDict()
         """Evictable storages, least recently used first."""
         self._deaths: deque[StorageRef] = deque()
-        self._copies: deque[TrackedCopy] = deque()
+        self._copies: deque[StorageCopy] = deque()
 
     # Tracking
 
@@ -94,25 +105,43 @@ class Residency:
             self._evictable.pop(tracked, None)
         self.copier.streams.share(storage)
 
+    def forget(self, tracked: Tracked) -> None:
+        """Count a storage no more: it has died, or nothing evicts it from now on. Then it must be in memory."""
+        if tracked.is_forgotten:
+            return
+        tracked.is_forgotten = True
+        tracked.ref.tracked = None  # the two refer to each other
+        self.alive_bytes -= tracked.nbytes
+        if not tracked.is_out or (tracked.copy is not None and tracked.copy.is_load):
+            self.used_bytes -= tracked.nbytes
+        self._evictable.pop(tracked, None)
+        if self._tracked.get(tracked.key) is tracked:
+            del self._tracked[tracked.key]
+        if tracked.copy is None:  # otherwise its slot is in use until the copy has ended
+            self._release_slot(tracked)
+
     def collect_dead(self) -> int:
         """Forget dead storages, and complete copies that have ended. Returns the bytes of memory freed."""
         before = self.used_bytes
         while self._deaths:
             tracked = self._deaths.popleft().tracked
-            tracked.is_dead = True
-            self._evictable.pop(tracked, None)
-            if tracked.is_counted:
-                self.alive_bytes -= tracked.nbytes
-            if not tracked.is_out and tracked.is_counted:
-                self.used_bytes -= tracked.nbytes
-            tracked.is_counted = False
-            if self._tracked.get(tracked.key) is tracked:
-                del self._tracked[tracked.key]
-            self._release_slot(tracked)
+            if tracked is not None:
+                self.forget(tracked)
         freed_bytes = before - self.used_bytes
         while self._copies and self._copies[0].end.is_set():
-            self._complete(self._copies.popleft())
+            self._complete(self._next_copy())
         return freed_bytes
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to collect."""
+        return bool(self._deaths) or (bool(self._copies) and self._copies[0].end.is_set())
+
+    def _next_copy(self) -> StorageCopy:
+        copy = self._copies.popleft()
+        self.loading -= copy.is_load
+        self.saving -= not copy.is_load
+        return copy
 
     def use(self, tracked: Tracked) -> None:
         """Swap in a storage that an op reads, as `bring_in` does, and make it the most recently used."""
@@ -129,7 +158,10 @@ class Residency:
         self.noted()
 
     def changed(self, tracked: Tracked) -> None:
-        """Mark the bytes in memory as newer than the slot's. May be called just before they are written."""
+        """Mark the bytes in memory as newer than the slot's: a copy out under way does not make the storage leave.
+
+        May be called just before they are written.
+        """
         tracked.writes += 1
         tracked.is_clean = False
 
@@ -158,7 +190,7 @@ class Residency:
 
     def unpin(self, tracked: Tracked) -> None:
         storage = tracked.storage
-        if storage is not None and tracked.is_pinned and storage.resizable():
+        if storage is not None and tracked.is_pinned and storage.resizable() and not tracked.is_forgotten:
             tracked.is_pinned = False
             self.changed(tracked)
             self._evictable[tracked] = None
@@ -167,6 +199,11 @@ class Residency:
     def arriving_bytes(self) -> int:
         """Bytes of pending prefetches. `used_bytes` includes them, although they may not be in memory yet."""
         return sum(copy.tracked.nbytes for copy in self._copies if copy.is_load)
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of storages that leave when their copies have ended. `used_bytes` includes them until then."""
+        return sum(copy.nbytes for copy in self._copies if copy.is_leaving)
 
     # Copies between two ops
 
@@ -185,7 +222,7 @@ class Residency:
             self.take_room(tracked.nbytes)
             self._allocate(tracked, storage)
             try:
-                self.copier.make(TrackedCopy(tracked, storage, is_load=True))
+                self.copier.make(StorageCopy(tracked, storage, is_load=True))
             except BaseException:
                 self._deallocate(tracked, storage)
                 raise
@@ -208,14 +245,10 @@ class Residency:
             if self.used_bytes + nbytes <= self.limit_bytes:
                 break
             chosen = self._choose()
-            if chosen is None and self._copies:
-                copy = self._copies.popleft()
-                copy.end.wait()
-                self._complete(copy)
-                continue
-            if chosen is None:
+            if chosen is not None:
+                self._evict(chosen)
+            elif not self.finish_oldest():
                 return False
-            self._evict(chosen)
         return True
 
     def give_size(self, tracked: Tracked) -> None:
@@ -231,20 +264,18 @@ class Residency:
         if storage is not None and tracked.is_out and tracked.copy is None:
             resize_storage(storage, 0)
 
-    def bring_all_in(self) -> None:
-        """Swap in every storage, ignoring the limit, and stop tracking."""
+    def bring_in_all_but(self, kept: Collection[Tracked] = ()) -> None:
+        """Swap in every storage but those, ignoring the limit, and track it no more."""
         self.limit_bytes = self.headroom_bytes = NEVER
         self.enter_stream()
         self.collect_dead()
-        for tracked in list(self._tracked.values()):
+        others = [tracked for tracked in self._tracked.values() if tracked not in kept]
+        for tracked in others:
             self.bring_in(tracked)
         self.collect_dead()
-        for tracked in self._tracked.values():
-            self._release_slot(tracked)
-            tracked.is_counted = False
-        self._tracked.clear()
-        self._evictable.clear()
-        self.used_bytes = self.alive_bytes = 0
+        for tracked in others:
+            self.forget(tracked)
+        self._failure = None
 
     def _choose(self, after_s: float = -math.inf, *, idle: bool = False) -> Tracked | None:
         """Return the storage whose next use is farthest away, and farther than `after_s` seconds.
@@ -270,9 +301,8 @@ class Residency:
         if storage is None:
             return
         if not tracked.is_out and not tracked.is_clean:
-            if tracked.slot is None:
-                tracked.slot = self.spill.take(tracked.nbytes)
-            self.copier.make(TrackedCopy(tracked, storage, is_load=False))
+            self._take_slot(tracked)
+            self.copier.make(StorageCopy(tracked, storage, is_load=False))
             self.moved_bytes += tracked.nbytes
             tracked.is_clean = True
         self._leave(tracked, storage)
@@ -302,6 +332,10 @@ class Residency:
         self.used_bytes += nbytes
         self.headroom_bytes -= nbytes
 
+    def _take_slot(self, tracked: Tracked) -> None:
+        if tracked.slot is None:
+            tracked.slot = self.spill.take(tracked.nbytes)
+
     def _release_slot(self, tracked: Tracked) -> None:
         slot, tracked.slot = tracked.slot, None
         tracked.is_clean = False
@@ -313,21 +347,25 @@ class Residency:
     def start(self) -> None:
         self.copier.start()
         self.enter_stream()
+        self.waits = CopyWaits()
+        self.peak_bytes = self.exceeded_bytes = 0
 
     def after_fork(self) -> None:
         """Continue without the copy thread, which a forked process lacks."""
         self.limit_bytes = self.headroom_bytes = NEVER
         while self._copies:
-            copy = self._copies.popleft()
+            copy = self._next_copy()
             if not copy.end.is_set():
                 copy.error = InterruptedError()
             self._complete(copy)
+        self._failure = None
 
     def stop(self) -> None:
         """Make the pending copies, and complete them."""
         self.copier.close()
         while self._copies:
-            self._complete(self._copies.popleft())
+            self._complete(self._next_copy())
+        self._failure = None
         self.spill.close()
 
     def enter_stream(self) -> None:
@@ -339,66 +377,93 @@ class Residency:
         needed_bytes = self.reserved_bytes + tracked.nbytes
         if self.used_bytes + needed_bytes > self.limit_bytes or needed_bytes > self.headroom_bytes:
             return False
-        if self._copies_of(True) >= _MOST_COPIES:
+        if self.loading >= _MOST_COPIES:
             return False
-        storage = tracked.storage
-        if storage is None or not tracked.is_out or tracked.copy is not None:
-            return True
-        self._allocate(tracked, storage)
-        self._begin(tracked, storage, is_load=True)
+        self.load(tracked)
         return True
 
     def write_ahead(self, needed_bytes: int, after_s: float) -> None:
         """Start saving storages whose next use is over `after_s` seconds away, to free `needed_bytes` in time."""
-        leaving = sum(copy.tracked.nbytes for copy in self._copies if not copy.is_load)
+        leaving = sum(copy.nbytes for copy in self._copies if not copy.is_load)
         needed_bytes += self.reserved_bytes
         while self.used_bytes - leaving + needed_bytes > self.limit_bytes:
             chosen = self._choose(after_s, idle=True)
-            if chosen is None or self._copies_of(False) >= _MOST_COPIES:
+            if chosen is None or self.saving >= _MOST_COPIES or chosen.storage is None:
                 return
-            storage = chosen.storage
-            if storage is None:
-                return  # it has just died
-            if chosen.is_clean:
-                self._leave(chosen, storage)
-                continue
-            if chosen.slot is None:
-                chosen.slot = self.spill.take(chosen.nbytes)
-            leaving += chosen.nbytes
-            self._begin(chosen, storage, is_load=False)
+            if not chosen.is_clean:
+                leaving += chosen.nbytes
+            self.save(chosen)
 
-    def _copies_of(self, is_load: bool) -> int:
-        return sum(copy.is_load == is_load for copy in self._copies)
+    def save(self, tracked: Tracked) -> None:
+        """Start a copy out. The storage leaves when it has ended, unless it is used or written before."""
+        storage = tracked.storage
+        if storage is None:
+            return
+        if tracked.is_clean:
+            self._leave(tracked, storage)
+            return
+        self._take_slot(tracked)
+        self._begin(tracked, storage, is_load=False)
+
+    def load(self, tracked: Tracked) -> None:
+        """Start swapping in a storage that is out, ignoring the limit."""
+        storage = tracked.storage
+        if storage is not None and tracked.is_out and tracked.copy is None:
+            self._allocate(tracked, storage)
+            self._begin(tracked, storage, is_load=True)
+
+    def finish_oldest(self) -> bool:
+        """Wait for the oldest pending copy. Returns whether there was one."""
+        if not self._copies:
+            return False
+        copy = self._next_copy()
+        self.waits.wait(copy)
+        self._complete(copy)
+        return True
+
+    def collect(self) -> None:
+        """Do as `collect_dead`, and raise the error of a copy out: nothing tries it again."""
+        self.collect_dead()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def finish_saves(self) -> None:
+        """Wait until all that is leaving has left."""
+        while self.saving:
+            self.finish_oldest()
 
     def _begin(self, tracked: Tracked, storage: Any, is_load: bool) -> None:
-        copy = tracked.copy = TrackedCopy(tracked, storage, is_load)
+        copy = tracked.copy = StorageCopy(tracked, storage, is_load)
         self._copies.append(copy)
+        self.loading += is_load
+        self.saving += not is_load
+        self.moved_bytes += tracked.nbytes
         self.copier.begin(copy)
 
     def _wait(self, tracked: Tracked) -> None:
         copy = tracked.copy
         if copy is not None:
-            copy.end.wait()
+            self.waits.wait(copy)
             self._complete(copy)
 
-    def _complete(self, copy: TrackedCopy) -> None:
+    def _complete(self, copy: StorageCopy) -> None:
         """Apply a finished copy. The storage may have been used or written since the copy began."""
         tracked, storage = copy.tracked, copy.storage
         copy.storage = None
         if tracked.copy is not copy:
             return
         tracked.copy = None
-        if copy.is_load:
+        if tracked.is_forgotten:
+            self._release_slot(tracked)
+        elif copy.is_load:
             if copy.error is not None:  # the op that needs the bytes reads them again, and raises
                 self._deallocate(tracked, storage)
                 return
             self._arrived(tracked)
-            self.moved_bytes += tracked.nbytes
-            return
-        if copy.error is not None or tracked.is_dead:
-            return
-        self.moved_bytes += tracked.nbytes
-        if tracked.writes == copy.writes and not tracked.is_pinned:
+        elif copy.error is not None:
+            self._failure = copy.error
+        elif tracked.writes == copy.writes and not tracked.is_pinned:
             tracked.is_clean = True
             if not tracked.uses:
                 self._leave(tracked, storage)
