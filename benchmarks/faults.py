@@ -224,14 +224,11 @@ async def measured(options: argparse.Namespace, console: Console, models: Sequen
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             stop = asyncio.Event()
             sender = asyncio.create_task(load(session, asked, options.rate, found, stop))
-            kinds = [options.kinds[number % len(options.kinds)] for number in range(options.faults)]
+            kinds = [KINDS[number % len(KINDS)] for number in range(options.faults)]
             rng.shuffle(kinds)
             for kind in track(kinds, "faults", console=console):
-                start_s = time.monotonic()
-                await asyncio.sleep(rng.uniform(0.0, 1.0) if options.every is None else options.every / 2)
+                await asyncio.sleep(rng.uniform(0.0, 1.0))
                 await inject(session, server, kind, found)
-                if options.every is not None:
-                    await asyncio.sleep(start_s + options.every - time.monotonic())
             stop.set()
             await sender
         await asyncio.sleep(1.0)
@@ -277,9 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     intro = (
         f"{MODELS} models ({' and '.join(ENTRIES)}) in {MEMORY}, and one that can be made to hang;"
         f" {options.rate:g} requests/s arrive at random, over HTTP. Faults hit the engine's process"
-        f" {'at random moments' if options.every is None else f'every {options.every:g} s'},"
-        f" `--watchdog {WATCHDOG_S:g}`. Answers are compared with those before the first fault, bit by"
-        " bit. Server and clients share the CPUs.\n"
+        f" at random moments, `--watchdog {WATCHDOG_S:g}`. Answers are compared with those before the first fault,"
+        " bit by bit. Server and clients share the CPUs.\n"
     )
     publish(options, "The engine dies under load", [intro, *sections])
     return 0 if sections[-1].endswith("yes.\n") else 1
@@ -290,8 +286,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=200, help="how many (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=10.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults' order and moments")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of faults (default: all)")
-    parser.add_argument("--every", type=float, help="seconds from one fault to the next (default: random moments)")
     return parser
 
 

@@ -19,7 +19,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
@@ -48,8 +47,6 @@ COPIED, COMPUTED = "cohabit_swapped_bytes_total", "cohabit_compute_seconds_sum"
 COUNTED = ("nv_inference_count", COPIED, COMPUTED)
 WARM_UP_S = 1.0
 SLO_S = 0.1
-SATURATING_CLIENTS = 16
-"""Clients of a closed loop that keep a server busy."""
 GIVE_UP_S = 5.0
 """Behind the last arrival of a rate that is too high, what still waits is given up after so long."""
 
@@ -105,11 +102,7 @@ async def _measure(
     options: argparse.Namespace, weight_bytes: int, console: Console
 ) -> tuple[list[Point], list[str], float]:
     """Every layout at every rate, ordered by layout; why a layout is missing; and the bytes that are ever copied."""
-    if options.shares:
-        saturation = await _saturation(options)
-        console.print(f"resident saturates at {saturation:.0f} requests/s")
-        options.rates = [round(share / 100 * saturation) for share in options.shares]
-    layouts, rates = list(options.layouts), sorted(options.rates)
+    layouts, rates = list(options.layouts), RATES
     points = {(layout, rate): Point(layout, rate, []) for layout in layouts for rate in rates}
     notes: dict[str, str] = {}
     swappable_bytes = 0.0
@@ -142,22 +135,12 @@ def _memory(text: str, weight_bytes: int) -> str:
     return f"{int(float(text[:-1]) / 100 * weight_bytes)}B" if text.endswith("%") else text
 
 
-async def _saturation(options: argparse.Namespace) -> float:
-    """Requests per second that a server with all of the memory answers to clients that always have a request."""
-    repository, cache = options.folder / "repository", options.folder / "cache"
-    async with serving(serve_command(repository, "100%", "resident", cache)) as server:
-        load = msgspec.structs.replace(_load(1.0, 0, options), concurrency=SATURATING_CLIENTS)
-        return (await run_load(server.url, load)).achieved_per_s
-
-
 def _load(rate: float, seed: int, options: argparse.Namespace) -> Load:
     return Load(
         rate_per_s=rate,
         duration_s=options.duration,
         model_count=options.models,
-        zipf=options.zipf,
         seed=seed,
-        batch=1,
         slo_s=SLO_S,
         timeout_s=GIVE_UP_S,
         warmup_s=WARM_UP_S,
@@ -206,11 +189,10 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
 
 def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: float) -> str:
-    skew = f", chosen by Zipf's law with exponent {options.zipf:g}" if options.zipf else ", chosen evenly"
     total, copied = weight_bytes / 2**20, swappable_bytes / 2**20
     return (
-        f"{options.models} models with {total:.1f} MiB of weights{skew}. Of these, {total - copied:.1f} MiB are"
-        " embedding tables, which stay in the host store in every layout;"
+        f"{options.models} models with {total:.1f} MiB of weights, chosen evenly. Of these, {total - copied:.1f} MiB"
+        " are embedding tables, which stay in the host store in every layout;"
         f" {copied:.1f} MiB are ever copied to the device. *Resident* has all of the memory, the others"
         f" {options.memory} of the weights."
         f" Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
@@ -224,39 +206,17 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def _rates(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.figure8", __doc__)
-    parser.add_argument("--record-as", metavar="NAME", help="name of the result file (default: %(default)s)")
     parser.add_argument("--models", type=int, default=16, help="how many models (default: %(default)s)")
     parser.add_argument(
         "--memory", default="25%", metavar="SIZE", help="memory but for resident (25%% of the weights)"
-    )
-    parser.add_argument(
-        "--rates",
-        type=_rates,
-        default=list(RATES),
-        metavar="PER_S,...",
-        help=f"requests per second, all models together ({','.join(f'{rate:g}' for rate in RATES)})",
-    )
-    parser.add_argument(
-        "--shares",
-        type=_rates,
-        default=[],
-        metavar="PERCENT,...",
-        help="instead, rates in percent of what the resident server answers at most",
     )
     parser.add_argument(
         "--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), metavar="LAYOUT", help="(default: all)"
     )
     parser.add_argument("--duration", type=float, default=4.0, help="seconds per round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds per rate (default: %(default)s)")
-    parser.add_argument(
-        "--zipf", type=float, default=0.0, metavar="S", help="skew of the models' popularity (0: none)"
-    )
     return parser
 
 

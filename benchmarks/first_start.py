@@ -2,11 +2,10 @@
 
 Cold means an empty `--cache`; archives and the planner's compiled code are there. Each server is asked once per model
 as soon as it is ready, and ended when it has measured and planned every model. The warm start that follows finds all
-of that. A further cold start of the demo's models answers requests while it measures and plans, and afterwards.
+of that.
 """
 
 import argparse
-import asyncio
 import statistics
 import sys
 import tempfile
@@ -21,12 +20,9 @@ import tritonclient.http
 from rich.console import Console
 
 from benchmarks.record import parser_of, publish, table_of
-from benchmarks.scrape import PATIENCE_S, PLANNED, StartingServer, cpu_s, serve_command, starting
-from benchmarks.turns import Ratio
+from benchmarks.scrape import PATIENCE_S, PLANNED, cpu_s, serve_command, starting
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.inputs import random_inputs
-from cohabit.loadgen.load import Load
-from cohabit.loadgen.run import run_load
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
 CASES: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
@@ -38,11 +34,6 @@ CASES: tuple[tuple[str, int, tuple[str, ...], str], ...] = (
 GOALS_S = {"ResNet-50": 10.0, "the demo's 16 models": 30.0}
 """For the first answer of a cold start, on two cores."""
 QUICK = "quick plans are in use"
-RATE_PER_S = 100.0
-"""Requests per second of the demo's models, beside the measurements and searches of a cold start, and after them."""
-LOAD_S = 5.0
-MOST_LOADS = 24
-"""Loads of LOAD_S each until the server is observed without requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += [_row(title, memory, kind, found) for kind, found in starts.items()]
         cold_s = statistics.median(start.first_answer_s for start in starts["cold"])
         met &= cold_s <= GOALS_S.get(title, float("inf"))
-    planning, after = _loaded(options.folder / "first-start" / "the-demos-16-models", options.folder)
     goals = ", ".join(f"{title} {goal_s:g} s" for title, goal_s in GOALS_S.items())
     sections = [
         f"Medians of {options.rounds} starts of each kind, in seconds. *Cold*: an empty cache; archives and the"
@@ -80,11 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         " cold start does while it serves. *CPU*: of all the server's processes.\n",
         table_of(rows),
         f"To hold, first answer of a cold start: {goals}.\n",
-        f"## Latency while planning\n\nA cold start of the demo's 16 models in 25 % of their weights, at {RATE_PER_S:g}"
-        f" requests/s. Loads of {LOAD_S:g} s follow each other until every model is measured and planned, or for"
-        f" {MOST_LOADS * LOAD_S:g} s; then the same loads again, at least five. p99 in ms: median, least and most.\n",
-        table_of([_latencies("while planning", planning), _latencies("planned", after)]),
-        f"p99 while planning over p99 afterwards: {_ratio(planning, after)}.\n",
     ]
     publish(options, "Seconds from the command to the first answers", sections)
     return 0 if met else 1
@@ -120,35 +105,6 @@ def _start(repository: Path, memory: str, cache: Path) -> Start:
         server.until(lambda: _is_planned(server.log))
         planned_s = time.monotonic() - began_s
     return Start(ready_s, answered_s[0], answered_s[-1], planned_s, ready_cpu_s)
-
-
-def _loaded(repository: Path, folder: Path) -> tuple[list[float], list[float]]:
-    """Return the p99 of each load while a cold start measures and plans, and of each load afterwards, in seconds."""
-    with tempfile.TemporaryDirectory(dir=folder) as cache:
-        command = serve_command(repository, "25%", None, Path(cache), "--quick-start")
-        with starting(command, Path(cache) / "log") as server:
-            with tritonclient.http.InferenceServerClient(address_of(server.url)) as client:
-                server.until(client.is_server_ready)
-            planning = list[float]()
-            while len(planning) < MOST_LOADS and not _is_planned(server.log):
-                planning.append(_p99_s(server, len(planning)))
-            server.until(lambda: _is_planned(server.log))
-            return planning, [_p99_s(server, n) for n in range(max(5, len(planning)))]
-
-
-def _p99_s(server: StartingServer, seed: int) -> float:
-    load = Load(rate_per_s=RATE_PER_S, duration_s=LOAD_S, warmup_s=0.5, model_count=16, seed=seed)
-    report = asyncio.run(run_load(server.url, load))
-    return float("inf") if report.latency is None else report.latency.p99_s
-
-
-def _latencies(when: str, p99s: Sequence[float]) -> dict[str, str]:
-    shown = {"p99": statistics.median(p99s), "least": min(p99s), "most": max(p99s)}
-    return {"": when, "loads": str(len(p99s))} | {name: f"{value * 1e3:.1f}" for name, value in shown.items()}
-
-
-def _ratio(planning: Sequence[float], after: Sequence[float]) -> Ratio:
-    return Ratio.of(np.array(planning) / np.array(after[: len(planning)]))
 
 
 def _is_planned(log: Path) -> bool:

@@ -12,14 +12,12 @@ from benchmarks.edge.cgroup import EXIT_UNAVAILABLE
 COMMANDS = {
     "demo": "demo --record",
     "figure8": "figure8 --record",
-    "figure8-weights": "figure8 --shares 40,60,80 --layouts resident partitioned 'partitioned, bfloat16'"
-    " 'partitioned, int8' time_shared --rounds 4 --record-as figure8-weights --record",
     "overload": "overload --record",
     "faults": "faults --record",
     "worst-bodies": "worst_bodies --record",
-    "scale": "scale --replicas 2 --rate 20 --seconds 40 --kills 20 --record",
+    "scale": "scale --rate 20 --seconds 40 --kills 20 --record",
     "scale-large": "scale --entry minilm_short --models 4 --memory 100MiB --resident-models 1 --rate 6 --seconds 20"
-    " --replicas 2 --kills 0 --record --record-as scale-large",
+    " --kills 0 --record --record-as scale-large",
     "soak": "soak --minutes 20 --record",
     "lanes": "lanes --record",
     "frontend": "frontend --record",

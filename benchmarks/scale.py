@@ -1,4 +1,4 @@
-"""One and two engines that Ray Serve places, Ray's model multiplexing beside them, and engines killed under load.
+"""Two engines that Ray Serve places, Ray's model multiplexing beside them, and engines killed under load.
 
 Needs the extra `scale`. Every answer is compared, bit by bit, with that of one `cohabit serve` with all models.
 """
@@ -31,14 +31,16 @@ from cohabit.loadgen.openloop import RequestFailed, Send, run_open_loop
 from cohabit.loadgen.server_process import running_server
 from cohabit.loadgen.zoo.repository import prepare_visibly, recipes
 
-TURNS = 4
+TURNS, ENGINES = 4, 2
+KILL_RATE_PER_S = 5.0
+"""Requests per second while engines are killed."""
 ENGINE_FLAGS = ("--threads", "1", "--batch-sizes", "1")
 """The bits of a row may depend on its batch and on the number of threads."""
 
 
-def scale_command(options: argparse.Namespace, replicas: int, url: str) -> list[str]:
+def scale_command(options: argparse.Namespace, url: str) -> list[str]:
     command = [sys.executable, "-m", "cohabit.server.cli", "scale", str(options.folder / "scale")]
-    command += ["--replicas", str(replicas), "--memory", options.memory, "--http-port", url.rpartition(":")[2]]
+    command += ["--replicas", str(ENGINES), "--memory", options.memory, "--http-port", url.rpartition(":")[2]]
     return [*command, "--cache", str(options.folder / "scale-cache"), *ENGINE_FLAGS]
 
 
@@ -112,7 +114,7 @@ async def killed(url: str, asked: Sequence[Question], options: argparse.Namespac
     timeout, connector = aiohttp.ClientTimeout(total=PATIENCE_S), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         stop = asyncio.Event()
-        sending = asyncio.create_task(load(session, asked, options.kill_rate, found, stop))
+        sending = asyncio.create_task(load(session, asked, KILL_RATE_PER_S, found, stop))
         for _ in range(options.kills):
             await asyncio.sleep(1.0)
             actor = engines_of(command)[0]
@@ -124,7 +126,7 @@ async def killed(url: str, asked: Sequence[Question], options: argparse.Namespac
                 await asyncio.sleep(0.2)
                 alive = engines_of(command)
                 async with session.get(f"{url}/v2/health/ready") as response:
-                    ready = response.status == 200 and len(alive) == 2 and actor not in alive
+                    ready = response.status == 200 and len(alive) == ENGINES and actor not in alive
             found.restart_s.append(time.monotonic() - start_s)
         stop.set()
         await sending
@@ -133,7 +135,7 @@ async def killed(url: str, asked: Sequence[Question], options: argparse.Namespac
     errors = [[f"`{text}`", str(count)] for text, count in found.errors.most_common(8)]
     holds = found.outcomes.total() == found.outcomes[ANSWERED]
     return [
-        f"{options.kills} replicas killed, {options.kill_rate:g} requests/s. From a kill until all were ready again:"
+        f"{options.kills} replicas killed, {KILL_RATE_PER_S:g} requests/s. From a kill until all were ready again:"
         f" median {np.median(seconds):.1f} s, longest {seconds.max():.1f} s.\n",
         markdown_table(["outcome of a request", "times"], rows),
         *([markdown_table(["error", "times"], errors)] if errors else []),
@@ -178,7 +180,7 @@ async def multiplexed(url: str, options: argparse.Namespace) -> AsyncIterator[No
     ray.init("local", include_dashboard=False, log_to_driver=False)  # not the engines' cluster
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": int(url.rpartition(":")[2])})
-        deployment = serve.deployment(Multiplexed, num_replicas=2)
+        deployment = serve.deployment(Multiplexed, num_replicas=ENGINES)
         serve.run(deployment.bind(str((options.folder / "scale").resolve()), options.resident_models))
         yield
     finally:
@@ -222,20 +224,17 @@ async def sections_of(options: argparse.Namespace, models: Sequence[str]) -> lis
     timeout, connector = aiohttp.ClientTimeout(total=PATIENCE_S), aiohttp.TCPConnector(limit=0)
     async with AsyncExitStack() as stack:
         session = await stack.enter_async_context(aiohttp.ClientSession(timeout=timeout, connector=connector))
-        sends: dict[str, Send] = {}
-        for replicas in options.replicas:
-            url = f"http://127.0.0.1:{free_port()}"
-            await stack.enter_async_context(running_server(scale_command(options, replicas, url), PATIENCE_S))
-            own = asked_at(url, asked)
-            sends[f"cohabit, engines: {replicas}"] = sender(session, own)
-        if options.multiplexed:
-            other = f"http://127.0.0.1:{free_port()}"
-            await stack.enter_async_context(multiplexed(other, options))
-            sends["Ray's multiplexing, replicas: 2"] = multiplexed_sender(session, other, asked)
+        url, other = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+        await stack.enter_async_context(running_server(scale_command(options, url), PATIENCE_S))
+        await stack.enter_async_context(multiplexed(other, options))
+        own = asked_at(url, asked)
+        sends = {
+            f"cohabit, engines: {ENGINES}": sender(session, own),
+            f"Ray's multiplexing, replicas: {ENGINES}": multiplexed_sender(session, other, asked),
+        }
         rows = await measured(sends, models, options)
-        if options.multiplexed:
-            ratio = float(rows[-1][3]) / float(rows[-2][3])
-            sections.append(f"p99 of Ray's multiplexing over ours with two engines: {ratio:.2f}.\n")
+        ratio = float(rows[1][3]) / float(rows[0][3])
+        sections.append(f"p99 of Ray's multiplexing over ours with two engines: {ratio:.2f}.\n")
         if options.kills:
             sections += await killed(url, own, options)
     return [markdown_table(["", "answers/s", "p50 ms", "p99 ms", "no answer"], rows), *sections]
@@ -253,9 +252,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=40.0, help="requests per second (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of a measurement (default: %(default)s)")
     parser.add_argument("--kills", type=int, default=20, help="how many (default: %(default)s)")
-    parser.add_argument("--kill-rate", type=float, default=5.0, help="requests per second meanwhile")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], help="engines (default: 1 2)")
-    parser.add_argument("--multiplexed", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args(argv)
     console = Console(highlight=False)
     chosen = recipes(options.models, (options.entry,))

@@ -96,11 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     archive = options.folder / "zoo" / MODEL / "1" / "model.pt2"
     kernels = Options(packed=packing.unavailable() is None)  # as served
     lowered = lower(archive, MODEL, [1], options.folder / "lowered", options=kernels)
-    found = [
-        _measure(lowered, name, kind, bandwidth, options.rounds, console)
-        for name, kind, bandwidth in LINKS
-        if name in options.links
-    ]
+    found = [_measure(lowered, name, kind, bandwidth, options.rounds, console) for name, kind, bandwidth in LINKS]
     held, sections = _sections(lowered, found, options.rounds)
     publish(options, "ResNet-152 over slow links, in little memory", sections)
     return 0 if held else 1
@@ -222,8 +218,8 @@ def _sections(lowered: Lowered, found: Sequence[Outcome], rounds: int) -> tuple[
 
 
 def _bandwidth(found: Sequence[Outcome]) -> str:
-    disk = [one for one in found if one.link == LINKS[0][0]]
-    return f"{statistics.median(disk[0].bytes_per_s) / 1e9:.2f} GB/s" if disk else "not measured"
+    disk, *_ = found
+    return f"{statistics.median(disk.bytes_per_s) / 1e9:.2f} GB/s"
 
 
 def _cells(one: Outcome, case: Case) -> list[str]:
@@ -233,9 +229,7 @@ def _cells(one: Outcome, case: Case) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    names = [name for name, _, _ in LINKS]
     parser = parser_of("benchmarks.edge.links", __doc__)
-    parser.add_argument("--links", nargs="+", choices=names, default=names, help="(default: all)")
     parser.add_argument("--rounds", type=int, default=9, help="(default: %(default)s)")
     return parser
 

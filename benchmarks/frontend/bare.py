@@ -1,10 +1,10 @@
 """Handlers that read a request and answer with constants, which measure what the libraries cost.
 
-`python -m benchmarks.frontend.bare` prints the addresses of an aiohttp and a grpc.aio server, and serves until it is
-ended.
+`python -m benchmarks.frontend.bare HTTP_PORT GRPC_PORT` serves with aiohttp and grpc.aio until it is ended.
 """
 
 import asyncio
+import sys
 from typing import Any
 
 import grpc
@@ -28,24 +28,27 @@ async def _grpc_infer(request: bytes, context: Any) -> Any:
     return ModelInferResponse(model_name=model, raw_output_contents=[_ANSWERS[model]])
 
 
-async def serve() -> None:
+async def _ready(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def serve(http_port: int, grpc_port: int) -> None:
     app = web.Application(client_max_size=_MOST_BYTES)
     app.router.add_post("/v2/models/{model}/infer", _http_infer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    app.router.add_get("/v2/health/ready", _ready)
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", _MOST_BYTES)])
     handler = grpc.unary_unary_rpc_method_handler(
         _grpc_infer, response_serializer=ModelInferResponse.SerializeToString
     )
     service = grpc.method_handlers_generic_handler("inference.GRPCInferenceService", {"ModelInfer": handler})
     server.add_generic_rpc_handlers((service,))
-    port = server.add_insecure_port("127.0.0.1:0")
+    server.add_insecure_port(f"127.0.0.1:{grpc_port}")
     await server.start()
-    print(f"http: 127.0.0.1:{runner.addresses[0][1]}")
-    print(f"grpc: 127.0.0.1:{port}", flush=True)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", http_port).start()
     await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    uvloop.run(serve())
+    uvloop.run(serve(*map(int, sys.argv[1:])))

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,38 +51,30 @@ class ComparedServer:
         return Computed(total["count"], total["ns"] / 1e9)
 
 
-@contextlib.contextmanager
-def cohabit(repository: Path, cache: Path) -> Iterator[ComparedServer]:
-    command = serve_command(repository, "64MiB", None, cache, "--grpc-port", "0")
-    with _process(command, {}) as process:
-        addresses = _announced(process, ("http", "grpc"))
-        _wait_until_ready(addresses["http"])
-        yield ComparedServer("cohabit", addresses, psutil.Process(process.pid))
+def cohabit(repository: Path, cache: Path) -> AbstractContextManager[ComparedServer]:
+    http, grpc = free_port(), free_port()
+    ports = ("--http-port", str(http), "--grpc-port", str(grpc))
+    return _running("cohabit", serve_command(repository, "64MiB", None, cache, *ports), http, grpc)
 
 
-@contextlib.contextmanager
-def bare() -> Iterator[ComparedServer]:
-    with _process([sys.executable, "-m", "benchmarks.frontend.bare"], {}) as process:
-        yield ComparedServer(BARE, _announced(process, ("http", "grpc")), psutil.Process(process.pid))
+def bare() -> AbstractContextManager[ComparedServer]:
+    http, grpc = free_port(), free_port()
+    return _running(BARE, [sys.executable, "-m", "benchmarks.frontend.bare", str(http), str(grpc)], http, grpc)
 
 
-@contextlib.contextmanager
-def tritonserver(binary: Path, repository: Path, scratch: Path) -> Iterator[ComparedServer]:
+def tritonserver(binary: Path, repository: Path, scratch: Path) -> AbstractContextManager[ComparedServer]:
     """Run the tritonserver of an unpacked `nvidia-pytriton` wheel on the CPU."""
     home = binary.parent.parent
-    http, grpc, metrics = (free_port() for _ in range(3))
+    http, grpc = free_port(), free_port()
     command = [str(binary), "--model-repository", str(repository)]
     command += ["--backend-directory", str(_backends(home, scratch)), "--log-info", "0", "--log-warning", "0"]
-    command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
+    command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(free_port())]
     libraries = [sysconfig.get_config_var("LIBDIR"), str(home.parent.parent / "nvidia_pytriton.libs")]
     environment = {
         "LD_LIBRARY_PATH": os.pathsep.join([*libraries, os.environ.get("LD_LIBRARY_PATH", "")]),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
-    with _process(command, environment) as process:
-        addresses = {"http": f"127.0.0.1:{http}", "grpc": f"127.0.0.1:{grpc}"}
-        _wait_until_ready(addresses["http"])
-        yield ComparedServer("tritonserver", addresses, psutil.Process(process.pid))
+    return _running("tritonserver", command, http, grpc, environment)
 
 
 def find_tritonserver(given: Path | None) -> Path | None:
@@ -108,12 +101,21 @@ def _backends(home: Path, scratch: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _process(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+def _running(
+    name: str, command: Sequence[str], http: int, grpc: int, environment: Mapping[str, str] | None = None
+) -> Iterator[ComparedServer]:
+    """Run a server on these ports from when it is ready to the end of the context."""
+    addresses = {"http": f"127.0.0.1:{http}", "grpc": f"127.0.0.1:{grpc}"}
     process = subprocess.Popen(
-        command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        command, env=os.environ | (environment or {}), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        yield process
+        deadline_s = time.monotonic() + _PATIENCE_S
+        while not _is_ready(addresses["http"]):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"{name} is not ready, status {process.poll()}: {command!r}")
+            time.sleep(0.2)
+        yield ComparedServer(name, addresses, psutil.Process(process.pid))
     finally:
         process.terminate()
         try:
@@ -122,25 +124,9 @@ def _process(command: Sequence[str], environment: Mapping[str, str]) -> Iterator
             process.kill()
 
 
-def _announced(process: subprocess.Popen[str], protocols: Sequence[str]) -> dict[str, str]:
-    """Read `http: ADDRESS` and the like from what a server prints."""
-    assert process.stdout is not None
-    addresses: dict[str, str] = {}
-    while not addresses.keys() >= set(protocols):
-        line = process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"{process.args!r} ended with status {process.wait()} before it listened")
-        key, _, address = line.strip().partition(": ")
-        addresses[key] = address.removeprefix("http://")
-    return addresses
-
-
-def _wait_until_ready(address: str) -> None:
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while True:
-        with contextlib.suppress(urllib.error.URLError, ConnectionError):
-            urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=10).close()
-            return
-        if time.monotonic() > deadline_s:
-            raise TimeoutError(f"the server at {address} is not ready after {_PATIENCE_S:g} s")
-        time.sleep(0.2)
+def _is_ready(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address}/v2/health/ready", timeout=10):
+            return True
+    except (urllib.error.URLError, ConnectionError):
+        return False

@@ -130,7 +130,8 @@ async def start():
 
 if __name__ == "__main__":
     asyncio.run(start())
-    heavy = {{name.partition(".")[0] for name in sys.modules}} & {{"numba", "llvmlite", "scipy", "transformers"}}
+    tops = {{name.partition(".")[0] for name in sys.modules}}
+    heavy = tops & {{"numba", "llvmlite", "scipy", "transformers", "grpc", "rich", "aiohttp"}}
     heavy |= sys.modules.keys() & {{"torch._dynamo", "torch._export.serde.serialize", "torch._inductor"}}
     searches = tuple(f"cohabit.planner.{{room}}" for room in ("genetic", "search", "streaming", "papers"))
     heavy |= {{name for name in sys.modules if name.startswith(searches)}}

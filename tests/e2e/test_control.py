@@ -118,14 +118,13 @@ def test_a_model_to_load_that_is_not_there_stops_the_start_and_the_one_like_it_i
         pass
 
 
-@pytest.mark.parametrize("store", ["ram", "file"])
-def test_the_cache_is_emptied_under_a_server_that_answers_and_loads_on(
-    store: str, stacks: Stacks, own_cache: Path, tmp_path: Path
+def test_the_cache_is_emptied_under_a_server_that_reads_from_it_and_loads_on(
+    stacks: Stacks, own_cache: Path, tmp_path: Path
 ) -> None:
     repository, cache = tmp_path / "models", own_cache
     stacks.put(repository, "a", 0)
     stacks.put(repository, "b", 1)
-    with controlled(repository, "20MiB", cache, load_models=("*",), store=store) as (server, client):
+    with controlled(repository, "20MiB", cache, load_models=("*",), store="file") as (server, client):
         client.unload_model("b")
         with under_load(server, {"a": 0}) as wrong:
             assert main(["cache", "rm", "--all", "--yes", "--cache", str(cache)]) == 0
@@ -297,9 +296,9 @@ def test_a_model_that_comes_back_is_opened_from_the_cache_unless_its_files_have_
 
 
 def test_a_model_that_another_server_removes_from_the_cache_before_it_is_opened_is_made_once_more(
-    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stacks: Stacks, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, filled = tmp_path / "cache", 0
+    filled = 0
     fill = prepare.lowered_and_measured
 
     def removed(*arguments: Any, **options: Any) -> Model:
@@ -307,12 +306,12 @@ def test_a_model_that_another_server_removes_from_the_cache_before_it_is_opened_
         model = fill(*arguments, **options)
         filled += 1
         if filled == 1:
-            shutil.rmtree(cache / "weights")
+            shutil.rmtree(own_cache / "weights")
         return model
 
     monkeypatch.setattr(prepare, "lowered_and_measured", removed)
     stacks.put(tmp_path / "models", "a", 0)
-    with serving(tmp_path / "models", "9MiB", cache) as server:
+    with serving(tmp_path / "models", "9MiB", own_cache, batch_sizes=(1,)) as server:
         assert is_answer_of(0, answer(server, "a"))
     assert filled == 2
 
@@ -371,22 +370,6 @@ def test_new_version_takes_over_without_losing_a_request(
         assert list(held(server)) == ["a"]
 
 
-def test_repository_is_followed(stacks: Stacks, plans: Path, tmp_path: Path) -> None:
-    stacks.put(tmp_path, "a", 0)
-    with controlled(tmp_path, "20MiB", plans, model_control="poll", poll_interval_s=0.1) as (server, client):
-        stacks.put(tmp_path, "b", 1)
-        eventually(lambda: client.is_model_ready("b"))
-        assert is_answer_of(1, answer(server, "b"))
-        stacks.put(tmp_path, "a", 2, version=2)
-        eventually(lambda: is_answer_of(2, answer(server, "a")))
-        shutil.rmtree(tmp_path / "b")
-        eventually(lambda: "b" not in repository_index(server.address))
-        assert not client.is_model_ready("b")
-        assert held(server).keys() == {"a"}
-        with pytest.raises(InferenceServerException, match="not allowed"):
-            client.unload_model("a")
-
-
 @pytest.mark.parametrize("control", ["poll", "explicit"])
 def test_models_that_come_and_go_leave_nothing_behind(
     stacks: Stacks, plans: Path, tmp_path: Path, control: str
@@ -409,6 +392,7 @@ def test_models_that_come_and_go_leave_nothing_behind(
                 client.load_model("a")
             eventually(lambda n=n: client.is_model_ready(f"b{n}") and client.is_model_ready("a", f"{2 + n}"))
             assert {(f"b{n}", 1), ("a", 1 + n), ("a", 2 + n)} <= entries()
+            assert is_answer_of(1, answer(server, f"b{n}"))
             if control == "explicit":
                 client.unload_model(f"b{n}")
             for gone in (f"b{n}", f"broken{n}", f"a/{1 + n}"):
@@ -417,7 +401,10 @@ def test_models_that_come_and_go_leave_nothing_behind(
                 client.load_model("a")
             eventually(lambda n=n: entries() == {("a", 2 + n)})
         assert registry._statistics.keys() == {("a", 3)}
-        assert repository_index(server.address).keys() == {"a"}
+        assert repository_index(server.address).keys() == held(server).keys() == {"a"}
+        if control == "poll":
+            with pytest.raises(InferenceServerException, match="not allowed"):
+                client.unload_model("a")
 
 
 def test_a_limited_number_of_models_is_prepared_at_a_time_while_others_are_served(

@@ -190,8 +190,7 @@ class Complex(torch.nn.Module):
         return torch.complex(x, x)
 
 
-@pytest.mark.parametrize("memory", [ROOMY, TIGHT])
-@pytest.mark.parametrize("control", ["poll", "explicit"])
+@pytest.mark.parametrize(("control", "memory"), [("poll", ROOMY), ("explicit", TIGHT)])
 def test_a_file_that_cannot_be_served_takes_nothing_from_what_is(
     stacks: Stacks, plans: Path, tmp_path: Path, control: str, memory: str
 ) -> None:

@@ -136,11 +136,6 @@ def most_planned_of(said: dict[str, Any]) -> int:
     return int(most)
 
 
-def test_all_batches_are_planned_where_memory_is_enough(repository: Path, cache: Path) -> None:
-    with serving(repository, "64MiB", cache) as server:
-        assert most_planned(server, HUNGRY) == 8
-
-
 @pytest.fixture
 def divisions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """Whether each division was rough, and whether it was made at low priority."""
@@ -169,8 +164,8 @@ def test_a_start_in_other_memory_is_divided_roughly_and_better_while_it_serves(
     folder = tmp_path / "models"
     shutil.copytree(repository, folder)
     shutil.rmtree(folder / "a")
-    with serving(folder, "40MiB", cache):
-        pass
+    with serving(folder, "40MiB", cache) as server:
+        assert most_planned(server, HUNGRY) == 8, "where memory is enough"
     divisions.clear()
     with serving(folder, MEMORY, cache, engine="process") as server:
         assert divisions[0] == (True, False)

@@ -103,7 +103,7 @@ def test_models_come_change_and_go_on_both_lanes_and_the_workspaces_grow_while_t
     repository: Path, plans: Path
 ) -> None:
     """The workspaces that suit one model are smaller than those that suit four, so everybody moves."""
-    changes = {"compute_lanes": LANES, "load_models": ("a",)}
+    changes = {"compute_lanes": LANES, "load_models": ("a",), "batch_sizes": (1, 2)}
     with controlled(repository, "8MiB", plans, **changes) as (server, client):
         partitions = server.placement.memory.partitions
         workspace, partition = partitions.workspace_bytes, held(server)["a"]

@@ -156,6 +156,8 @@ def test_parameters_in_use_lie_in_the_models_own_partition_or_the_workspace(
     names = ("bert_small", "ranker")
     with deployed(archives.repository(*names), "25%", archives.cache) as device:
         assert device.arena.nbytes <= device.placement.decider.memory_bytes
+        plans = [plan for name in names for plan in device.model(name).plans.values()]
+        assert {plan.provenance.searcher for plan in plans if plan.provenance is not None} == {QUICK_SEARCH}
         used: dict[str, Counter[str]] = {name: Counter() for name in names}
         for name, bucket in [(n, b) for _ in range(3) for b in (Bucket(1), Bucket(4)) for n in names]:
             with Watch(device.arena) as watch:
@@ -224,7 +226,7 @@ class FrameWatch:
 
 @pytest.fixture(
     scope="module",
-    params=[("bert_small", "25%"), ("ranker", "25%"), ("torchcrepe", "least"), ("mobilenet_v2", "least")],
+    params=[("bert_small", "25%"), ("ranker", "25%"), ("torchcrepe", "least")],
     ids=" in ".join,
 )
 def alone(request: pytest.FixtureRequest, archives: Archives) -> Iterator[tuple[str, Deployed]]:
@@ -292,7 +294,7 @@ def test_torch_allocates_no_more_for_an_inference_than_the_plan_counts(
     assert allocated <= peak_bytes(graph, plan, NON_PARAMETERS)
 
 
-@pytest.mark.parametrize("share", [30, 50, 75, 100])
+@pytest.mark.parametrize("share", [30, 75])
 def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
     archives: Archives, monkeypatch: pytest.MonkeyPatch, share: int
 ) -> None:
@@ -309,17 +311,6 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
         with deployed(repository, f"{share}%", archives.cache) as device:
             for run, (answer,) in [*zip(runs, expected, strict=True)] * 3:
                 assert torch.equal(device.run(*run)[0], answer), run
-
-
-@pytest.mark.parametrize("search", ["genetic"])
-def test_the_plans_that_are_served_come_from_the_search_that_was_asked_for(archives: Archives, search: str) -> None:
-    repository = archives.repository("ranker")
-    with deployed(repository, "50%", archives.cache) as device:
-        expected = device.run("ranker", Bucket(4))
-    with deployed(repository, "50%", archives.cache, search=search) as device:
-        plans = device.model("ranker").plans.values()
-        assert {plan.provenance.searcher for plan in plans if plan.provenance is not None} == {search}
-        assert device.run("ranker", Bucket(4))[0].equal(expected[0])
 
 
 @pytest.mark.slow

@@ -35,16 +35,11 @@ class Dense(nn.Module):
 
 INTERACTING: dict[str, Make] = {
     "mean": lambda: Computed(lambda x: x - x.mean(0)),
-    "batch_norm": lambda: nn.BatchNorm1d(6, track_running_stats=False),
-    "cumsum": lambda: Computed(lambda x: x.cumsum(0)),
-    "sort": lambda: Computed(lambda x: x.sort(0).values),
-    "batch_size": lambda: Computed(lambda x: x * x.shape[0]),
     "experts": lambda: Experts(capacity=0.3),
     "lookup": lambda: Lookup(7, lambda x: x.softmax(0)),
 }
 INDEPENDENT: dict[str, Make] = {
     "dense": Dense,
-    "attention": lambda: nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True),
     "all_experts": lambda: Experts(capacity=None),
     "plain_lookup": lambda: Lookup(7, lambda x: x.cumsum(1)),
 }

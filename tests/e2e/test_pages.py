@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from cohabit.loadgen.arrivals import RequestArrival
 from cohabit.loadgen.drawing.page import write_page
@@ -22,15 +23,23 @@ from tests.support.e2e.browser import Page, browser
 from tests.support.e2e.serving import Process, infer, process
 from tests.support.e2e.stacks import Stacks, X
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 BROKEN = "<i>broken"
 TOKEN = "control-token-0123456789"
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def opened() -> AsyncIterator[Page]:
+    """One browser for all tests, each of which opens its own page in it."""
+    async with browser() as page:
+        yield page
+
+
 @pytest.fixture
-async def page() -> AsyncIterator[Page]:
-    async with browser() as opened:
-        yield opened
-        assert opened.complaints == []
+def page(opened: Page) -> Iterator[Page]:
+    yield opened
+    assert opened.complaints == []
 
 
 def row_of(model: str) -> str:
@@ -62,94 +71,16 @@ def repository(stacks: Stacks, tmp_path_factory: pytest.TempPathFactory) -> Path
 FLAGS = ("--model-control", "explicit", "--load-model", "*", "--batch-sizes", "1", "--no-strict-readiness")
 
 
-async def test_the_live_page_follows_a_server_through_an_unload_a_death_and_a_new_start(
-    page: Page, repository: Path, plans: Path, tmp_path: Path
-) -> None:
-    tracing = ("--trace-config", f"file={tmp_path / 't.json'}", "--trace-config", "rate=1")
-    with process(repository, "24MiB", plans, *FLAGS, *tracing) as server:
-        server.until_ready()
-        await page.open(f"http://{server.address}/")
-        await page.until(f"{state_of('a')} === 'ready' && {state_of('b')} === 'ready'")
-        assert await page.value(state_of(BROKEN)) == "not served", "its name is text, and no markup"
-        assert await page.value(f"{row_of(BROKEN)}.querySelector('.reason').textContent")
-        parts = "[...document.querySelectorAll('.part.partition span')].map((s) => s.textContent)"
-        assert sorted(await page.value(parts)) == ["a", "b"]
-        widths = await page.value(
-            "[...document.querySelectorAll('.part')].reduce((n, p) => n + parseFloat(p.style.width), 0)"
-        )
-        assert widths == pytest.approx(100, abs=0.01), "the parts fill the arena"
-
-        asking = asyncio.create_task(ask_on(server))
-        await page.until("document.querySelectorAll('svg.lanes rect.compute').length > 0")
-        await page.until(f"{row_of('a')}.querySelector('.latency').textContent.includes(' / ')")
-        asking.cancel()
-
-        await page.value(f"{row_of('b')}.querySelector('button').click()")
-        assert "Unload b?" in await page.text()
-        await page.value("document.querySelector('dialog button.strong').click()")
-        await page.until(f"{state_of('b')} === 'not loaded'")
-        assert await page.value(f"{row_of('b')}.querySelector('button').textContent") == "Load"
-        await page.until(f"!{parts}.includes('b') && document.querySelector('.part.free') !== null")
-
-        server.engine().kill()
-        await page.until(
-            "document.querySelector('.banner').textContent.startsWith('The engine is being restarted')"
-        )
-        await page.until(f"document.querySelector('.banner').textContent === '' && {state_of('a')} === 'ready'")
-        assert "engine restarted once" in await page.value("document.querySelector('header').textContent")
-
-        await page.value(f"{row_of('b')}.querySelector('button').click()")
-        await page.until(f"{state_of('b')} === 'ready'")
-
-        port = server.address.rpartition(":")[2]
-        server.popen.terminate()
-        server.popen.wait(60)
-        await page.until("document.querySelector('.banner').textContent.includes('No connection to the server')")
-    with process(repository, "24MiB", plans, *FLAGS, "--http-port", port) as server:
-        server.until_ready()
-        await page.until(f"document.querySelector('.banner').hidden && {state_of('a')} === 'ready'")
-        assert "engine restarted" not in await page.value("document.querySelector('header').textContent")
-        page.complaints.clear()  # those of the connections that were refused meanwhile
-
-
 @pytest.fixture(scope="module")
 def server(repository: Path, plans: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    """A server that controls models with a token."""
-    control = tmp_path_factory.mktemp("tokens") / "control"
-    control.write_text(TOKEN)
-    with process(repository, "24MiB", plans, *FLAGS, "--control-token-file", str(control)) as server:
+    """A server that controls models with a token, and traces each request. The last test ends it."""
+    folder = tmp_path_factory.mktemp("server")
+    (folder / "control").write_text(TOKEN)
+    tracing = ("--trace-config", f"file={folder / 't.json'}", "--trace-config", "rate=1")
+    flags = (*FLAGS, "--control-token-file", str(folder / "control"), *tracing)
+    with process(repository, "24MiB", plans, *flags) as server:
         server.until_ready()
         yield server
-
-
-async def test_the_live_page_asks_for_the_token_where_one_is_needed(page: Page, server: Process) -> None:
-    await page.open(f"http://{server.address}/")
-    await page.until(f"{state_of('a')} === 'ready'")
-    await page.value(f"{row_of('a')}.querySelector('button').click()")
-    await page.value("document.querySelector('dialog button.strong').click()")
-    await page.until("document.querySelector('dialog input') !== null")
-    assert await page.value(state_of("a")) == "ready"
-    await page.value(f"document.querySelector('dialog input').value = '{TOKEN}'")
-    await page.press("Enter")
-    await page.until(f"{state_of('a')} === 'not loaded'")
-    page.complaints.clear()  # the browser notes the answer 401
-
-
-async def test_the_live_page_is_readable_on_a_phone_and_in_the_dark(page: Page, server: Process) -> None:
-    backgrounds = []
-    for dark in (False, True):
-        await page.looks(400, dark=dark)
-        await page.open(f"http://{server.address}/")
-        await page.until(f"{state_of('b')} === 'ready'")
-        assert await page.value("document.documentElement.scrollWidth") <= 400
-        backgrounds.append(await page.value("getComputedStyle(document.body).backgroundColor"))
-    assert backgrounds[0] != backgrounds[1]
-    buttons = "[...document.querySelectorAll('button')]"
-    assert await page.value(f"{buttons}.every((button) => (button.ariaLabel || button.textContent).trim())")
-    assert "partitions" in await page.value("document.querySelector('.arena').ariaLabel")
-    await page.value("document.querySelector('.arena').focus()")
-    await page.press("ArrowRight")
-    assert "workspace" in await page.value("document.getElementById('tip').textContent")
 
 
 def load_test(rate_per_s: float, mean_s: float) -> Report:
@@ -230,3 +161,70 @@ async def test_a_plan_is_drawn_and_tells_of_its_steps(page: Page, tmp_path: Path
         text = await page.text()
         assert "swap-in of W2" in text
         assert "Copied bytes by tensor" in text
+
+
+async def test_the_live_page_is_readable_on_a_phone_and_in_the_dark(page: Page, server: Process) -> None:
+    backgrounds = []
+    for dark in (False, True):
+        await page.looks(400, dark=dark)
+        await page.open(f"http://{server.address}/")
+        await page.until(f"{state_of('b')} === 'ready'")
+        assert await page.value("document.documentElement.scrollWidth") <= 400
+        backgrounds.append(await page.value("getComputedStyle(document.body).backgroundColor"))
+    assert backgrounds[0] != backgrounds[1]
+    buttons = "[...document.querySelectorAll('button')]"
+    assert await page.value(f"{buttons}.every((button) => (button.ariaLabel || button.textContent).trim())")
+    assert "partitions" in await page.value("document.querySelector('.arena').ariaLabel")
+    await page.value("document.querySelector('.arena').focus()")
+    await page.press("ArrowRight")
+    assert "workspace" in await page.value("document.getElementById('tip').textContent")
+
+
+async def test_the_live_page_follows_a_server_through_an_unload_with_a_token_a_death_and_a_new_start(
+    page: Page, server: Process, repository: Path, plans: Path
+) -> None:
+    await page.looks(1280)
+    await page.open(f"http://{server.address}/")
+    await page.until(f"{state_of('a')} === 'ready' && {state_of('b')} === 'ready'")
+    assert await page.value(state_of(BROKEN)) == "not served", "its name is text, and no markup"
+    assert await page.value(f"{row_of(BROKEN)}.querySelector('.reason').textContent")
+    parts = "[...document.querySelectorAll('.part.partition span')].map((s) => s.textContent)"
+    assert sorted(await page.value(parts)) == ["a", "b"]
+    widths = await page.value(
+        "[...document.querySelectorAll('.part')].reduce((n, p) => n + parseFloat(p.style.width), 0)"
+    )
+    assert widths == pytest.approx(100, abs=0.01), "the parts fill the arena"
+
+    asking = asyncio.create_task(ask_on(server))
+    await page.until("document.querySelectorAll('svg.lanes rect.compute').length > 0")
+    await page.until(f"{row_of('a')}.querySelector('.latency').textContent.includes(' / ')")
+    asking.cancel()
+
+    await page.value(f"{row_of('b')}.querySelector('button').click()")
+    assert "Unload b?" in await page.text()
+    await page.value("document.querySelector('dialog button.strong').click()")
+    await page.until("document.querySelector('dialog input') !== null")
+    assert await page.value(state_of("b")) == "ready", "the server asks for a token first"
+    await page.value(f"document.querySelector('dialog input').value = '{TOKEN}'")
+    await page.press("Enter")
+    await page.until(f"{state_of('b')} === 'not loaded'")
+    assert await page.value(f"{row_of('b')}.querySelector('button').textContent") == "Load"
+    await page.until(f"!{parts}.includes('b') && document.querySelector('.part.free') !== null")
+
+    server.engine().kill()
+    await page.until("document.querySelector('.banner').textContent.startsWith('The engine is being restarted')")
+    await page.until(f"document.querySelector('.banner').textContent === '' && {state_of('a')} === 'ready'")
+    assert "engine restarted once" in await page.value("document.querySelector('header').textContent")
+
+    await page.value(f"{row_of('b')}.querySelector('button').click()")
+    await page.until(f"{state_of('b')} === 'ready'")
+
+    port = server.address.rpartition(":")[2]
+    server.popen.terminate()
+    server.popen.wait(60)
+    await page.until("document.querySelector('.banner').textContent.includes('No connection to the server')")
+    with process(repository, "24MiB", plans, *FLAGS, "--http-port", port) as server:
+        server.until_ready()
+        await page.until(f"document.querySelector('.banner').hidden && {state_of('a')} === 'ready'")
+        assert "engine restarted" not in await page.value("document.querySelector('header').textContent")
+        page.complaints.clear()  # the answer 401, and connections that were refused

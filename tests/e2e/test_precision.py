@@ -7,7 +7,7 @@ import torch
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.options import TOLERANCES
 from tests.support.e2e.archives import Archives
-from tests.support.e2e.serving import ask, infer, metric, repository_index, serving
+from tests.support.e2e.serving import ask, infer, metric, serving
 
 NAME = "ranker"
 
@@ -31,14 +31,3 @@ def test_a_model_in_bfloat16_answers_within_its_tolerance_in_half_of_the_memory(
             given = {"precision": {"string_value": "bfloat16"}} if repository is half else {}
             assert config["parameters"] == given
     assert nbytes[half] < 0.6 * nbytes[plain]
-
-
-def test_a_precision_that_does_not_exist_keeps_its_model_away_and_no_other(archives: Archives) -> None:
-    repository = archives.repository(NAME, "torchcrepe")
-    (repository / NAME / "config.pbtxt").write_text(
-        "parameters { key: 'precision' value { string_value: 'int4' } }"
-    )
-    with serving(repository, "100%", archives.cache, batch_sizes=(1,)) as server:
-        index = repository_index(server.address)
-        assert "'int4' is none of float32" in index[NAME]["reason"]
-        assert index["torchcrepe"]["state"] == "READY"

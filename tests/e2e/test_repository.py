@@ -15,7 +15,6 @@ import tritonclient.http as triton
 from cohabit.planner.errors import InfeasibleBudget
 from cohabit.planner.layout.feasible import PAGE_BYTES
 from cohabit.runtime.errors import UnsupportedPlan
-from cohabit.server.config.config import LAYOUTS
 from cohabit.server.deploy import prepare
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.model import Model, Programs
@@ -34,6 +33,7 @@ REASONS = {
     "pickled": r"weight .+ is pickled, and pickles are never loaded",
     "truncated": r"not a \.pt2 archive, or a truncated one",
     "wrong_dims": r"config\.pbtxt says dims \[999\] for input 'frames', the program \[1024\]",
+    "wrong_precision": r"'int4' is none of float32",
     "wrong_count": r"config\.pbtxt has 2 inputs \(frames, sound\), the program has 1 \(frames\)",
 }
 
@@ -54,6 +54,7 @@ def broken_and_good(archives: Archives) -> Iterator[Running]:
         ("garbage_config", "\x7fELF\x02\x01{{{"),
         ("wrong_dims", 'input { name: "frames" data_type: TYPE_FP32 dims: 999 }\nmax_batch_size: 4'),
         ("wrong_count", 'input [{ name: "frames" }, { name: "sound" }]\nmax_batch_size: 4'),
+        ("wrong_precision", "parameters { key: 'precision' value { string_value: 'int4' } }"),
     ):
         archives.put(repository, GOOD, name)
         (repository / name / "config.pbtxt").write_text(text)
@@ -108,7 +109,7 @@ def test_a_good_model_serves_beside_broken_ones(broken_and_good: Running, archiv
     np.testing.assert_allclose(output, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["resident", "partitioned", "lru", "on_demand"])
 def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archives, layout: str) -> None:
     names = ("ranker", "torchcrepe")
     repository = archives.repository(*names)
@@ -134,10 +135,12 @@ def test_the_named_least_budget_works_and_a_page_less_does_not(archives: Archive
 
 def test_a_start_that_cannot_work_names_model_op_and_least_budget(archives: Archives) -> None:
     repository = archives.repository("ranker")
-    flags = ("--batch-sizes", "1,4", "--search", "best")
+    flags = ("--batch-sizes", "1,4", "--search", "best", "--log-format", "json")
     status, said = refused_start(repository, "64KiB", archives.cache, *flags)
     assert status == 1
-    message = re.search(r"cohabit: ranker: op linear\S* needs a budget of \S+ [KM]iB \((\d+) bytes\)", said)
+    *_, last = (json.loads(line) for line in said.splitlines())
+    assert last["event"] == "the server has ended"
+    message = re.search(r"ranker: op linear\S* needs a budget of \S+ [KM]iB \((\d+) bytes\)", last["reason"])
     assert message is not None, said
     with (
         pytest.raises(InfeasibleBudget) as refused,

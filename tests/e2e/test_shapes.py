@@ -145,7 +145,7 @@ def test_bfloat16_is_sent_as_bytes_only(server: Running) -> None:
     assert (status, "receiving BF16 data via JSON is not supported" in answer["error"]) == (400, True)
 
 
-@pytest.mark.parametrize("layout", ["partitioned", "time_shared", "on_demand"])
+@pytest.mark.parametrize("layout", ["partitioned", "on_demand"])
 def test_a_model_of_views_only_is_served(tmp_path: Path, layout: str) -> None:
     """It has no op to time, no parameter to copy, and no time to compare with."""
     example, batch = {"x": torch.zeros(2, 2, 3)}, Dim("batch", min=1, max=8)

@@ -10,8 +10,7 @@ import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton
 from tritonclient.utils import InferenceServerException
 
-from cohabit.server.config.config import LAYOUTS
-from tests.support.e2e.serving import Running, eventually, infer, process
+from tests.support.e2e.serving import Running, eventually
 from tests.support.e2e.stacks import Stacks, X, answer, controlled, held, is_answer_of, under_load
 
 
@@ -84,15 +83,14 @@ def test_the_policy_of_a_load_adds_and_removes_versions_and_disturbs_no_other(
         assert states == dict.fromkeys("123", ("UNAVAILABLE", "unloaded"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["lru", "on_demand"])
 def test_versions_that_share_memory_are_told_apart(
     stacks: Stacks, plans: Path, tmp_path: Path, layout: str
 ) -> None:
     for version in (1, 2, 3):
         stacks.put(tmp_path, "a", version, version)
     (tmp_path / "a" / "config.pbtxt").write_text("version_policy { all { } }")
-    memory = "13MiB" if layout == "resident" else "6MiB"
-    with controlled(tmp_path, memory, plans, layout=layout, model_control="none") as (server, client):
+    with controlled(tmp_path, "6MiB", plans, layout=layout, model_control="none") as (server, client):
         assert ready_versions(client) == ["1", "2", "3"]
         for version in (1, 2, 3, 1, 3, 2, 2, 1):
             assert is_answer_of(version, answer(server, "a", str(version)))
@@ -170,24 +168,3 @@ def test_version_folders_are_followed(stacks: Stacks, plans: Path, tmp_path: Pat
         assert wrong == []
         shutil.rmtree(tmp_path / "a")
         eventually(lambda: held(server) == {})
-
-
-def test_a_new_engine_serves_the_versions_of_the_one_that_died(stacks: Stacks, plans: Path, tmp_path: Path) -> None:
-    for version in (1, 2, 3):
-        stacks.put(tmp_path, "a", version, version)
-    flags = ("--model-control", "explicit", "--load-model", "a", "--batch-sizes", "1")
-    with process(tmp_path, "24MiB", plans, *flags) as server:
-        server.until_ready()
-        with triton.InferenceServerClient(server.address, network_timeout=120) as client:
-            client.load_model("a", config=policy('{"specific": {"versions": [1, 2]}}'))
-            stacks.put(tmp_path, "a", 4, 4)
-            killed = server.engine()
-            killed.kill()
-            for version in (1, 2):
-                (output,) = infer(server.address, "a", {"x": X}, str(version)).values()
-                assert is_answer_of(version, output)
-            assert ready_versions(client) == ["1", "2"], "those of the policy that a client had sent"
-            assert client.get_model_config("a")["version_policy"] == {"specific": {"versions": [1, 2]}}
-            assert server.engine() != killed
-            index = {row["version"]: row["state"] for row in client.get_model_repository_index()}
-            assert index == {"1": "READY", "2": "READY", "3": "UNAVAILABLE"}

@@ -63,6 +63,12 @@ def exported(model: nn.Module, folder: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def branch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An archive with sub-graphs."""
+    return exported(models.Branch(), tmp_path_factory.mktemp("branch"))
+
+
 def nodes_of(document: Any) -> Iterator[dict[str, Any]]:
     """Every call of a serialized program, those of sub-graphs too."""
     if isinstance(document, list):
@@ -144,13 +150,13 @@ def test_no_graph_of_an_archive_reads_a_file(tmp_path: Path, model: type[nn.Modu
         "print",
     ],
 )
-def test_other_targets_of_an_archive_are_refused(tmp_path: Path, target: str) -> None:
-    path = attacked(exported(models.Branch(), tmp_path), "linear.default", target, [])
+def test_other_targets_of_an_archive_are_refused(branch: Path, target: str) -> None:
+    path = attacked(branch, "linear.default", target, [])
     with pytest.raises(UnsupportedModel, match="not an operator that a model may use"):
         read(path)
 
 
-def test_names_are_not_written_into_code(tmp_path: Path) -> None:
+def test_names_are_not_written_into_code(branch: Path, tmp_path: Path) -> None:
     """Torch generates Python from a graph: the name of a branch's input would be a default value that is evaluated."""
     mark = tmp_path / "mark"
 
@@ -163,7 +169,7 @@ def test_names_are_not_written_into_code(tmp_path: Path) -> None:
         graph.update(replaced)
 
     with pytest.raises(ArchiveError, match="is not an identifier"):
-        lower(edited(exported(models.Branch(), tmp_path), poison), "hostile", [1], tmp_path / "cache")
+        lower(edited(branch, poison), "hostile", [1], tmp_path / "cache")
     assert not mark.exists()
 
 
@@ -200,13 +206,13 @@ for path in sys.argv[1:]:
     assert not (tmp_path / "mark").exists()
 
 
-def test_functions_are_no_arguments(tmp_path: Path) -> None:
+def test_functions_are_no_arguments(branch: Path) -> None:
     def poison(document: Any) -> None:
         node = next(n for n in nodes_of(document) if n["target"].endswith("cond"))
         next(i for i in node["inputs"] if "as_graph" in i["arg"])["arg"] = {"as_operator": "torch.load"}
 
     with pytest.raises(UnsupportedModel, match=r"'torch\.load'"):
-        read(edited(exported(models.Branch(), tmp_path), poison))
+        read(edited(branch, poison))
 
 
 def test_every_operator_with_a_string_that_is_no_choice_is_refused() -> None:

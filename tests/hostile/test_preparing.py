@@ -230,24 +230,27 @@ UNEXPECTED = (
 
 
 def test_a_cache_that_leads_to_an_unexpected_error_is_made_anew(
-    source: ModelSource, config: ServeConfig, backend: Backend, caplog: pytest.LogCaptureFixture
+    source: ModelSource,
+    config: ServeConfig,
+    backend: Backend,
+    workers: WorkerProcesses,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A program with a sound checksum that names a weight which there is not, as a defect may have written it."""
-    with closing(WorkerProcesses()) as workers:
-        first = prepare(source, config, backend, workers)
-        first.store.close()
-        (path,) = first.lowered.weights_path.parent.glob("program-*.json")
-        good = path.read_bytes()
-        program = cache_file.read(path)
-        assert b"p_layers_1_weight" in program
-        cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
-        again = prepare(source, config, backend, workers)
-        again.store.close()
-        assert path.read_bytes() == good
-        assert "KeyError: 'p_nothing'" in caplog.text
-        cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
-        prepare(source, config, backend, WorkerProcesses(inline=True)).store.close()
-        assert path.read_bytes() == good, "in one process as well"
+    first = prepare(source, config, backend, workers)
+    first.store.close()
+    (path,) = first.lowered.weights_path.parent.glob("program-*.json")
+    good = path.read_bytes()
+    program = cache_file.read(path)
+    assert b"p_layers_1_weight" in program
+    cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
+    again = prepare(source, config, backend, workers)
+    again.store.close()
+    assert path.read_bytes() == good
+    assert "KeyError: 'p_nothing'" in caplog.text
+    cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
+    prepare(source, config, backend, WorkerProcesses(inline=True)).store.close()
+    assert path.read_bytes() == good, "in one process as well"
 
 
 @pytest.mark.parametrize("is_cached", [True, False])

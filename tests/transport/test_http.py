@@ -60,14 +60,6 @@ def test_raw_binary_request_is_answered_in_binary(server: Ports) -> None:
     np.testing.assert_array_equal(np.frombuffer(binary), values.ravel())
 
 
-def test_bf16_travels_as_bits(server: Ports) -> None:
-    bits = np.array([0x3F80, 0xC020, 0x7FC0, 0x0001], np.uint16).tobytes()
-    wanted = {"inputs": [binary_x(8, datatype="BF16")], "parameters": {"binary_data_output": True}}
-    header, binary = split(infer_binary(server, "id_bf16", wanted, bits))
-    assert header["outputs"][0]["datatype"] == "BF16"
-    assert binary == bits
-
-
 def test_outputs_mix_json_and_binary_in_the_models_order(server: Ports) -> None:
     outputs = [{"name": "diff", "parameters": {"binary_data": True}}, {"name": "sum"}]
     header, binary = split(infer(server, "adder", {"inputs": [x(name="a"), x(name="b")], "outputs": outputs}))
@@ -94,12 +86,6 @@ def test_harmless_parameters_are_accepted(server: Ports) -> None:
     assert answer.status == 200
     none = [{"name": "y", "parameters": {"classification": 0}}]
     assert infer(server, "id_fp64", {"inputs": [x(datatype="FP64")], "outputs": none}).status == 200
-
-
-def test_the_largest_integers_survive_json(server: Ports) -> None:
-    values = [2**64 - 1, 2**63, 0, 1]
-    answer = infer(server, "id_uint64", {"inputs": [x(values, datatype="UINT64")]})
-    assert answer.json["outputs"][0]["data"] == values
 
 
 @pytest.mark.parametrize(

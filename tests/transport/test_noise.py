@@ -61,9 +61,7 @@ def mutated(data: bytes, generator: random.Random) -> bytes:
             case 2:
                 del changed[start:end]
             case 3:
-                changed[start:start] = generator.choice(
-                    [b"[", b"{", b'"', b"-1", b"9" * 30, b"null", b"\xff", b"1e999"]
-                )
+                changed[start:start] = generator.choice(SURPRISES)
             case _:
                 changed = changed[end:] + changed[:end]
     return bytes(changed)

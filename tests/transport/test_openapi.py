@@ -113,7 +113,7 @@ def check(schema: Mapping[str, Any], answer: Any) -> None:
     Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(answer)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(requests())
 def test_requests_made_from_the_document_are_answered_as_it_says(own: Ports, request: Any) -> None:
     path, method, filled, body = request
