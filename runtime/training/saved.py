@@ -101,7 +101,7 @@ def after_backward(call: Callable[[], None]) -> Iterator[None]:
 
 def in_backward() -> bool:
     """Whether this thread is within a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)  # type: ignore[attr-defined]
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @contextmanager
