@@ -1,19 +1,14 @@
-"""`cohabit tile`: plans how the arrays of a NumPy program are tiled over workers, draws it, and runs it."""
+"""`cohabit tile`: plans how the arrays of a NumPy program are tiled over workers, and runs it."""
 
 import argparse
 import functools
-import math
 import os
 import sys
-from dataclasses import dataclass
-from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from cohabit.planner.errors import format_bytes
-from cohabit.server.commands.planning.files import write_file
 from cohabit.server.config.sizes import parse_memory
 from cohabit.server.config.sources import typed
 from cohabit.server.config.values import integer
@@ -23,13 +18,8 @@ from cohabit.server.script import function_of_script
 
 if TYPE_CHECKING:  # importing the planner is slow, and --help does not need it
     from cohabit.planner.tiling import TilingGraph, TilingPlan
-    from cohabit.planner.tiling.expressions import Expression
-    from cohabit.planner.tiling.graph import Tiling
 
 _GLYPHS = {"row": "▤", "column": "▥", "block": "▦", "transposed block": "▦", "duplicated": "▤▥", "replicated": "■"}
-_COLOURS = ("#4878a8", "#d1823d", "#5f9e62", "#a8585c", "#8671a8", "#8a7460", "#c27ba8", "#8c8c8c")
-_LEFT = 250
-"""X coordinate, in pixels, at which a picture's arcs end and its tiles begin."""
 _COMPARED = ("exact", "greedy", "recursive", "row", "column", "worst")
 SEARCH_NAMES = (*_COMPARED, "brute-force")
 """The keys of `planner.tiling.SEARCHES`."""
@@ -37,7 +27,7 @@ SEARCH_NAMES = (*_COMPARED, "brute-force")
 
 _EXAMPLES = """examples:
   cohabit tile examples/tiling_regression.py:program --workers 4
-  cohabit tile examples/tiling_regression.py:program --workers 4 --run --svg tiling.svg
+  cohabit tile examples/tiling_regression.py:program --workers 4 --run
   torchrun --nproc-per-node 4 -m cohabit.server.cli tile script.py:program --workers 4
 
 FUNCTION takes nothing, makes its arrays with `cohabit.planner.tiling.newarray`, computes with NumPy's functions and
@@ -72,11 +62,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the program in local processes; processes of torchrun always run it",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Plan, draw and, if asked, run a program. Raises ConfigError and the planner's errors."""
+    """Plan and, if asked, run a program. Raises ConfigError and the planner's errors."""
     from cohabit.planner.tiling import plan_tiling
 
     graph = _graph(options.program, options.workers, options.copies)
@@ -104,9 +93,6 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
             f" {plan.moved.wire} predicted)",
             soft_wrap=True,
         )
-    if options.svg is not None:
-        write_file(options.svg, drawing(plan).encode())
-        errors.print(f"{options.svg}: {format_bytes(options.svg.stat().st_size)}", markup=False, highlight=False)
     return 0
 
 
@@ -164,28 +150,19 @@ def _run(program: str, workers: int, copies: Any, picks: tuple[int, ...], worker
     return moved, seconds[-1]  # the first run loads parts of torch
 
 
-@dataclass(frozen=True, slots=True)
-class _Line:
-    """One array's line in the table and the picture."""
-
-    expression: "Expression"
-    name: str
-    shape: str
-    tiling: "Tiling"
-    moves: str
-    """Bytes on the wire for each input, and for the sum of partial results."""
-
-
-def _lines(plan: "TilingPlan") -> list[_Line]:
+def _draw(plan: "TilingPlan", out: Console) -> None:
+    """Print a line per array: its shape, its tiling, and the bytes on the wire for its inputs and its partial sums."""
     from cohabit.planner.tiling.expressions import Fold, JoinUpdate, Map, Scan, View
 
-    graph, names, lines = plan.graph, dict[int, str](), []
+    graph, names = plan.graph, dict[int, str]()
     for number, expression in enumerate(graph.expressions):
         operator = expression.operator
         function = type(operator).__name__.lower()
         if isinstance(operator, Map | Fold | Scan | JoinUpdate):
             function = operator.call.name
         names[id(expression)] = expression.name or f"{function} {number}"
+    columns = ("array", "shape", "tiling", "moves")
+    table = make_table(*columns, left=columns)
     for expression in (e for e in graph.expressions if not isinstance(e.operator, View)):
         moves = [
             f"{'sum' if edge.reads is expression else names[id(edge.reads)]} {format_bytes(moved.wire)}"
@@ -193,62 +170,6 @@ def _lines(plan: "TilingPlan") -> list[_Line]:
             if edge.by is expression and moved.wire
         ]
         shape = " x ".join(map(str, expression.shape)) or "scalar"
-        name, tiling = names[id(expression)], plan.tiling(expression)
-        lines.append(_Line(expression, name, shape, tiling, ", ".join(moves)))
-    return lines
-
-
-def _draw(plan: "TilingPlan", out: Console) -> None:
-    columns = ("array", "shape", "tiling", "moves")
-    title = f"{len(plan.graph.expressions)} arrays, {plan.graph.workers} workers"
-    table = make_table(*columns, left=columns)
-    for line in _lines(plan):
-        tiling = line.tiling.name
-        table.add_row(line.name, line.shape, f"{_GLYPHS[tiling]:<2} {tiling}", line.moves or "-")
-    print_table(out, table, title=title)
-
-
-def drawing(plan: "TilingPlan") -> str:
-    """Draw a plan as SVG: a line per array with its tiles coloured by worker, and arcs as wide as their bytes."""
-    graph, lines = plan.graph, _lines(plan)
-    heights = {graph.group_of(line.expression): 60 + 34 * number for number, line in enumerate(lines)}
-    most = max((moved.wire for moved in plan.edges), default=0)
-    drawn = []
-    for edge, moved in sorted(zip(graph.edges, plan.edges, strict=True), key=lambda pair: pair[1].wire):
-        top, bottom = heights.get(edge.source), heights[graph.group_of(edge.by)]
-        if top is None:  # a placeholder and its result share one line
-            continue
-        reach = max(30, _LEFT - 24 - 0.45 * (bottom - top))
-        colour, width = ("#d1572f", 1.5 + 6.5 * math.sqrt(moved.wire / most)) if moved.wire else ("#c8cdd2", 1.0)
-        path = f"M{_LEFT},{top} C{reach:.0f},{top} {reach:.0f},{bottom} {_LEFT},{bottom}"
-        drawn.append(f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width:.1f}"/>')
-    for line, y in zip(lines, heights.values(), strict=True):
-        drawn += _tiles(graph, line, y)
-        for x, style, text in (
-            (96, 'font-weight="bold"', line.name),
-            (260, 'fill="#555"', f"{line.shape}, {line.tiling.name}"),
-            (470, 'fill="#d1572f"', line.moves),
-        ):
-            drawn.append(f'<text x="{_LEFT + x}" y="{y + 4}" {style}>{escape(text)}</text>')
-    title = f"{format_bytes(plan.moved.wire)} between {graph.workers} workers; colours are workers, orange moves"
-    size = f'width="{_LEFT + 750}" height="{34 * len(lines) + 70}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
-    ground = f'<rect width="100%" height="100%" fill="white"/><text x="20" y="28" font-size="15">{title}</text>'
-    return "\n".join([head, ground, *drawn, "</svg>"])
-
-
-def _tiles(graph: "TilingGraph", line: _Line, y: float) -> list[str]:
-    """Draw each form of an array as a small picture of its tiles."""
-    from cohabit.planner.tiling.costs import bounds
-
-    drawn = []
-    rows, columns = [n or 1 for n in (*line.expression.shape, 1, 1)[:2]]
-    for number, form in enumerate(line.tiling.forms):
-        for worker, tile in reversed(list(enumerate(bounds(line.expression.shape, form, graph.mesh)))):
-            (top, bottom), (first, end) = [*tile.tolist(), (0, 1), (0, 1)][:2]
-            x = _LEFT + 14 + 38 * number + 30 * first / columns
-            place = f'x="{x:.1f}" y="{y - 12 + 24 * top / rows:.1f}"'
-            size = f'width="{30 * (end - first) / columns:.1f}" height="{24 * (bottom - top) / rows:.1f}"'
-            colour = "#555" if set(form) == {None} else _COLOURS[worker % len(_COLOURS)]
-            drawn.append(f'<rect {place} {size} fill="{colour}" stroke="white" stroke-width="0.6"/>')
-    return drawn
+        tiling = plan.tiling(expression).name
+        table.add_row(names[id(expression)], shape, f"{_GLYPHS[tiling]:<2} {tiling}", ", ".join(moves) or "-")
+    print_table(out, table, title=f"{len(graph.expressions)} arrays, {graph.workers} workers")
