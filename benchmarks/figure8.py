@@ -216,8 +216,7 @@ def _about(options: argparse.Namespace, weight_bytes: int, swappable_bytes: floa
         f" Batch 1, {options.rounds} rounds of {options.duration:g} s per layout and"
         " rate, in turns, each with a new server. p50 and p99 are medians over the rounds. The ratio is the geometric"
         f" mean of the rounds, with its {LIKELY:.0%} bootstrap interval. Load generator and servers"
-        " share the CPUs. Latency counts from the intended send time, over the answered requests. What an inference"
-        " copies and computes (with its waits for copies) are the server's figures, in the mean.\n"
+        " share the CPUs. What an inference copies and computes are the server's figures, in the mean.\n"
     )
 
 

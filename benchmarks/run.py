@@ -34,6 +34,7 @@ COMMANDS = {
     "many": "many --record",
     "photo-library": "adoption photo-library --record",
     "workflows": "adoption workflows --record",
+    "agent": "adoption agent --turns 3 --seconds 25 --record",
     "small-models": "small_models --rounds 800 --record",
     "ensembles": "ensembles --record",
     "first-start": "first_start --record",

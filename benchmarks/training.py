@@ -305,9 +305,8 @@ Eager without a limit is measured before each group of contestants, with the sam
 
 Budgets store in a file (O_DIRECT); `saved_tensors_hooks` writes to a file through the page cache.
 """
-PARTS = """Means of a step. *Swapping* is the time in which the loop's ops could not run: copies that they made
-themselves, waits for the copy thread, choosing what to evict. *Overlap* is the copy thread's time, less what ops waited
-for it. *Computation* is the rest, with the Python around each op; eager's step stands beside it. Theirs, measured on an
+PARTS = """Means of a step. *Swapping* is the time in which the loop's ops could not run. *Overlap* is the copy
+thread's time, less what ops waited for it. *Computation* is the rest; eager's step stands beside it. Theirs, on an
 RTX 2080Ti, for VGG16: HOME has 57 % overlap and nearly no swapping, vDNN 75 % swapping.
 """
 TENSILE = """MSR is the share of eager's measured peak that is saved, EOR the step's time over eager's, CBR their ratio.

@@ -41,8 +41,12 @@ class FlatCall:
     """
 
     def __init__(self, module: nn.Module, in_order: Sequence[Any], by_name: Mapping[str, Any]) -> None:
-        """Raises UnsupportedModel for an input that is neither a tensor nor a constant."""
+        """Raises UnsupportedModel for an input that is neither a tensor nor a constant, and for a scripted module."""
         self._title = type(module).__name__
+        if isinstance(module, torch.jit.RecursiveScriptModule):
+            raise UnsupportedModel(
+                f"{self._title}: programs of torch.jit.script cannot be exported; pass the module that was scripted"
+            )
         self._inputs, self._spec = _leaves((tuple(in_order), dict(by_name)))
         self._names = dict(zip(self._inputs, _names(module, self._inputs), strict=True))
         self._outputs: dict[pytree.KeyPath, Any] = {}
@@ -151,8 +155,7 @@ def _require_usable(name: str, value: Any) -> None:
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         raise UnsupportedModel(f"{name} is a number that is read from a tensor (.item()); return the tensor")
     if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.is_nested or value.is_quantized:
-            kind = "nested" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+        if (kind := _other_kind(value)) is not None:
             raise UnsupportedModel(f"{name} is a {kind} tensor; only dense ones work")
         return
     if not isinstance(value, _CONSTANTS):
@@ -160,16 +163,36 @@ def _require_usable(name: str, value: Any) -> None:
         raise UnsupportedModel(f"{name} is a {kind}; use tensors, numbers, text and None, {_RULE}")
 
 
+def _other_kind(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is if it is not dense, with elements of its own."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.is_quantized:
+        return "quantized"
+    if tensor.is_meta:
+        return "meta"
+    return None if tensor.layout is torch.strided else str(tensor.layout)
+
+
+def _is_same_constant(value: Any, own: Any) -> bool:
+    if type(value) is not type(own):
+        return False
+    # As text, 0.0 differs from -0.0, and NaN does not differ from itself.
+    return repr(value) == repr(own) if isinstance(value, float | complex) else bool(value == own)
+
+
 def _require_same(name: str, value: Any, own: Any) -> None:
     """Raise ValueError if an input is not of the example's form, or not its constant."""
     if isinstance(own, torch.Tensor):
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{name} is {value!r:.40}; the example was a tensor")
+        if (kind := _other_kind(value)) is not None:
+            raise ValueError(f"{name} is a {kind} tensor; only dense ones work")
         if (value.shape, value.dtype) != (own.shape, own.dtype):
             raise ValueError(
                 f"{name} is {value.dtype} {list(value.shape)}; the example was {own.dtype} {list(own.shape)}"
             )
-    elif type(value) is not type(own) or not (value == own or (value != value and own != own)):
+    elif not _is_same_constant(value, own):
         found = "a tensor" if isinstance(value, torch.Tensor) else f"{value!r:.40}"
         raise ValueError(
             f"{name} is {found}; the example was {own!r:.40}, which is a constant of the program: load the module again"

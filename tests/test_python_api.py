@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from tritonclient.http import InferenceServerClient
 from tritonclient.utils import InferenceServerException
 
 import cohabit
+from cohabit.flat_call import FlatCall
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.errors import ServerFailed
 from cohabit.module import Example
@@ -192,6 +194,48 @@ def test_other_constants_and_structures_than_the_examples_are_refused() -> None:
         assert repr(loaded).startswith(
             "<LoadedModule Applied(args_0 float32 [4, 16], args_2_1 float32 [4, 16]) in 1."
         )
+
+
+CONSTANTS = (
+    0,
+    False,
+    0.0,
+    -0.0,
+    1,
+    True,
+    1.0,
+    float("nan"),
+    0j,
+    complex(0.0, -0.0),
+    complex(-0.0, 0.0),
+    "0",
+    b"0",
+    None,
+)
+
+
+@pytest.mark.parametrize("own", CONSTANTS, ids=repr)
+def test_a_constant_is_the_examples_only_if_no_operation_tells_them_apart(own: Any) -> None:
+    call = FlatCall(nn.Identity(), (VALUES, own), {})
+    accepted = []
+    for value in CONSTANTS:
+        with suppress(ValueError):
+            call.tensors((VALUES, value), {})
+            accepted.append(value)
+    assert [repr(value) for value in accepted] == [repr(own)]
+
+
+@pytest.mark.parametrize("value", [VALUES.to_sparse(), VALUES.to("meta")], ids=["sparse", "meta"])
+def test_a_tensor_without_elements_of_its_own_is_refused_by_name(value: torch.Tensor) -> None:
+    call = FlatCall(nn.Identity(), (VALUES,), {})
+    with pytest.raises(ValueError, match=r"input is a .* tensor; only dense ones work"):
+        call.tensors((value,), {})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`", "ignore::DeprecationWarning")
+def test_a_scripted_module_is_refused_with_the_way_out() -> None:
+    with pytest.raises(UnsupportedModel, match="pass the module that was scripted"):
+        cohabit.plan(torch.jit.script(nn.Linear(16, 16).eval()), VALUES, "1MiB")
 
 
 @pytest.mark.parametrize(

@@ -176,9 +176,9 @@ recomputed by itself, right before its use, with what it needs, which is release
 evaluations each. `-`: there is only the serial schedule.
 """
 SWARM = """**Simulated**, behind 12 GB/s; first and last best step over the ops' time. An iteration has as many
-evaluations as the swarm has particles. *By rules*: in the first particle everything leaves, the next are made by rules,
-and when nothing moves any more, a new swarm is drawn around the best particle. *Drawn*: all particles are drawn at
-random, as far as memory allows, and move until none does (Algorithm 1). Theirs: 500 particles, 16 to 89 iterations.
+evaluations as the swarm has particles. *By rules*: the first particles are made by rules. *Drawn*: all particles are
+drawn at random, as far as memory allows, and move until none does (Algorithm 1). Theirs: 500 particles, 16 to 89
+iterations.
 """
 
 

@@ -101,12 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True)}
     about = (
         "Inference at batch 1 in a single budget of a share of the weights, parameters and activations together,"
-        " simulated; op times are rooflines (`benchmarks/planner/profiles.py`), scratch is not known and counts as"
-        f" none. Every searcher has the same time: {options.seconds:g} s on one core, and what it finds later does"
-        " not count; `best` divides it among its members, and *found by* is the one whose plan it took."
+        " simulated; op times are rooflines (`benchmarks/planner/profiles.py`), scratch counts as none. Every searcher"
+        f" has {options.seconds:g} s on one core; *found by* is the one whose plan `best` took."
         " Gaps are over the lower bound; *copied* is per byte of weights."
-        " An entry is `refused` where the searcher made no plan; a plan far above the rest is the serial one, which"
-        " fits where nothing else does.\n"
+        " An entry is `refused` where the searcher made no plan; a plan far above the rest is the serial one.\n"
     )
     sections = [
         about,

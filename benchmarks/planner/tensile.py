@@ -110,8 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 ABOUT = """**Simulated**, on `v100_pcie3` (unscaled roofline). One step with SGD. TENSILE's schedule alone lowers the
 peak as far as it goes: by swaps that nothing waits for, and then by recomputation. MSR is the share of the peak that
 is saved, EOR the time of a step over that in full memory, by the plan of `interval` for the lowered peak, CBR their
-ratio. Theirs, measured on an RTX A6000 for VGG-16, Inception-v3 and -v4, ResNet-50 and DenseNet: MSR rises with the
-batch size, but for DenseNet at 32 and 64, and so does CBR in general; VGG-16's EOR falls.
+ratio. Theirs, on an RTX A6000: MSR rises with the batch size, but for DenseNet at 32 and 64; VGG-16's EOR falls.
 """
 
 

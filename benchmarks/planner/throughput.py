@@ -138,21 +138,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     table = markdown_table(["network, needs in memory", *SEARCHED, "paper, measured"], rows)
     about = (
-        "**Simulated, not executed**: throughput of steps run back to back relative to infinite memory, on "
-        "`v100_pcie3` (unscaled roofline), and how long the search took. The search minimises the period. "
-        "Where the paper names a network's memory, the second row has the paper's share of it: 16 GB over "
-        "what its graph takes. Weights are state: an update changes them in place, and they are swapped out "
-        "again unless they stay. The updates of SGD are part of the step; dropout and running statistics are "
-        f"not. Every searcher has the same time: {options.seconds:g} s on one core. What it finds later does "
-        "not count, although it may finish its last candidate. `best` samples its members, and the best of "
-        "them continues; in brackets, the one whose plan it took. The last column is measured: what "
-        "SwapAdvisor's section 6.2 says of its own runs on a V100 with 16 GB, of graphs that are MXNet's; in "
-        "brackets, of on-demand swapping. A share far below the others' is the serial plan, which every "
-        "searcher falls back on.\n"
+        "**Simulated**: throughput of steps run back to back relative to infinite memory, on `v100_pcie3` (unscaled "
+        "roofline), and how long the search took. Where the paper names a network's memory, the second row has the "
+        "paper's share of it: 16 GB over what its graph takes. Weights are state, and the updates of SGD are part of "
+        f"the step. Every searcher has {options.seconds:g} s on one core. In brackets, the searcher whose plan `best` "
+        "took. The last column is measured: SwapAdvisor's section 6.2, on a V100 with 16 GB; in brackets, on-demand "
+        "swapping. A share far below the others' is the serial plan, which every searcher falls back on.\n"
     )
     graphs = (
-        "## The graphs, beside Table 1 of SwapAdvisor\n\nThe paper's graphs are MXNet's; ours are captured by"
-        " torch. What a graph takes is the sum of its weights and the most of its activations.\n"
+        "## The graphs, beside Table 1 of SwapAdvisor\n\nThe paper's graphs are MXNet's; ours are torch's."
+        " What a graph takes is the sum of its weights and the most of its activations.\n"
     )
     fractions = (
         "## In a half to a twelfth of the memory\n\nThe same with memory as a share of what a step needs. "

@@ -115,12 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 ABOUT = f"""**Simulated**, in the thesis' model: rows and columns, one way to compute each dot, its count of bytes,
 {WORKERS} workers, no copies. {PROGRAMS} programs a row, of 2 to 15 operators, each dimension drawn between 128K and
-512K. Every array is read once. A fold or scan along an axis moves nothing if its input is tiled by the other axis:
-along rows (axis 1), that is by rows.
+512K. A fold or scan along an axis moves nothing if its input is tiled by the other axis.
 
-Greedy sees the neighbours of an array. Between tilings that look equally good, it takes rows. A fold, scan or dot two
-steps away may want columns; the array between is then tiled again. Where all folds and scans want rows, greedy is as
-good as exact. The thesis found 95 of 100 programs of its own solved, and says that the others read transposes.
+Greedy sees the neighbours of an array. Between tilings that look equally good, it takes rows, which a fold, scan or dot
+two steps away may not want. The thesis found 95 of 100 programs of its own solved.
 """
 
 

@@ -17,5 +17,5 @@ for name in embedder reranker chat; do
 done
 
 # Keys and values of texts, and requests, take up to --queue-memory each. The size is a budget for planning; the
-# processes took 664 MiB with it.
+# processes took 692 MiB with it.
 exec cohabit serve "$models" --process-memory 560MiB --store file --queue-memory 24MiB --batch-sizes 1 "$@"
