@@ -4,7 +4,7 @@
 of a plan, in which a tensor may leave memory and return.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final
@@ -100,11 +100,9 @@ def lifespans(graph: Graph) -> tuple[Lifespan | None, ...]:
 
 def peak_activation_bytes(graph: Graph) -> int:
     """Return the peak bytes of inputs, activations, state and scratch, without alignment."""
-    spans = zip(graph.tensors, lifespans(graph), strict=True)
-    blocks = ((span, t.nbytes) for t, span in spans if span is not None and t.kind != "parameter")
-    scratch = [op.scratch_bytes for op in graph.ops] or [0]
-    live = live_bytes(blocks, len(scratch))
-    return max(n + s for n, s in zip(live, scratch, strict=True))
+    return max(
+        _live_activation_bytes(graph, [t.nbytes for t in graph.tensors], [op.scratch_bytes for op in graph.ops])
+    )
 
 
 def live_activation_bytes(graph: Graph) -> tuple[int, ...]:
@@ -112,16 +110,12 @@ def live_activation_bytes(graph: Graph) -> tuple[int, ...]:
 
     A graph without ops counts as a single no-op.
     """
-    spans = zip(graph.tensors, lifespans(graph), strict=True)
-    blocks = ((span, t.aligned_bytes) for t, span in spans if span is not None and t.kind != "parameter")
-    scratch = [op.aligned_scratch_bytes for op in graph.ops] or [0]
-    return tuple(n + s for n, s in zip(live_bytes(blocks, len(scratch)), scratch, strict=True))
+    scratch = [op.aligned_scratch_bytes for op in graph.ops]
+    return _live_activation_bytes(graph, [t.aligned_bytes for t in graph.tensors], scratch)
 
 
-def resident_bytes(graph: Graph) -> int:
-    """Return the least counted memory with which a plan never moves a parameter or state."""
-    spans = zip(graph.tensors, lifespans(graph), strict=True)
-    blocks = ((span, t.aligned_bytes) for t, span in spans if span is not None and not t.is_weight)
-    scratch = [op.aligned_scratch_bytes for op in graph.ops] or [0]
-    weights = sum(t.aligned_bytes for t in graph.tensors if t.is_weight)
-    return weights + max(n + s for n, s in zip(live_bytes(blocks, len(scratch)), scratch, strict=True))
+def _live_activation_bytes(graph: Graph, nbytes: Sequence[int], scratch_bytes: Sequence[int]) -> tuple[int, ...]:
+    scratch_bytes = scratch_bytes or [0]
+    spans = zip(graph.tensors, nbytes, lifespans(graph), strict=True)
+    blocks = ((span, n) for t, n, span in spans if span is not None and t.kind != "parameter")
+    return tuple(n + s for n, s in zip(live_bytes(blocks, len(scratch_bytes)), scratch_bytes, strict=True))

@@ -45,7 +45,6 @@ AREAS = {
     "streams": Area(
         "planner/streaming/*.py",
         "tests/planner/test_streaming.py "
-        "tests/planner/test_schedule.py::test_streaming_simulates_the_schedule_that_it_writes "
         "tests/planner/test_searchers.py::test_a_candidate_costs_what_its_plan_is_simulated_to_take[genetic-served] "
         "tests/planner/test_searchers.py::test_nothing_is_in_memory_after_its_last_use[genetic] "
         "tests/planner/test_searchers.py::test_serving_plans_come_close_to_the_best_of_all_copies[genetic]",

@@ -9,9 +9,8 @@ import numpy as np
 from cohabit.planner.arrays import Floats, Ints
 from cohabit.planner.genetic.schedules import random_schedule
 from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace
-from cohabit.planner.papers.swapadvisor.evolution import fastest
 from cohabit.planner.papers.swapadvisor.pools import object_bytes
-from cohabit.planner.papers.swapadvisor.searcher import Chromosome, SwapAdvisor
+from cohabit.planner.papers.swapadvisor.searcher import Chromosome, SwapAdvisor, fastest
 from cohabit.planner.problem import Problem
 
 Order = Literal["searched", "random", "torch's"]

@@ -9,18 +9,14 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import geometric_mean
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks.planner.ablated import WAYS, AblatedGenetic
-from benchmarks.planner.cache import graph_parser_of
+from benchmarks.planner.cache import graph_parser_of, in_processes
 from benchmarks.planner.models import inference_graph
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, training_graph
@@ -217,13 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for way in WAYS
         for seed in (options.seeds if way in EACH_SEED and name not in ONE_SEED else options.seeds[:1])
     ]
-    with ProcessPoolExecutor(options.processes, get_context("spawn"), warm) as pool:
-        futures = {
-            each: pool.submit(evolve, problems[each[0]], each, options.evaluations, options.population)
-            for each in searches
-        }
-        running = track(futures.items(), "searching", console=Console(stderr=True))
-        courses = {each: future.result() for each, future in running}
+    jobs = [(problems[each[0]], each, options.evaluations, options.population) for each in searches]
+    courses = dict(zip(searches, in_processes(evolve, jobs, options.processes), strict=True))
     publish(options, "SwapAdvisor's search, taken apart", list(report(courses, problems, chance, options)))
     return 0
 

@@ -1,16 +1,24 @@
-"""Captured graphs as JSON files, so that each is captured once."""
+"""What the planner's benchmarks share: captured graphs as JSON files, and searches in processes."""
 
 import argparse
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import torch
+from rich.console import Console
+from rich.progress import track
 
 from benchmarks.planner.capture import Captured
 from benchmarks.record import parser_of
+from cohabit.planner.warm import warm
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent.parent
 _OURS = ("capture", "inception", "models", "nasnet", "recurrent", "training")
@@ -30,6 +38,13 @@ def graph_parser_of(module: str, about: str | None) -> argparse.ArgumentParser:
     parser = parser_of(module, about, has_folder=False)
     parser.add_argument("--cache", type=Path, default=DEFAULT_CACHE, help="captured graphs (default: %(default)s)")
     return parser
+
+
+def in_processes(run: Callable[..., T], jobs: Sequence[tuple[Any, ...]], processes: int) -> list[T]:
+    """Return what a function makes of each job, in processes that load the compiled loops before the first."""
+    with ProcessPoolExecutor(processes, get_context("spawn"), warm) as pool:
+        futures = [pool.submit(run, *job) for job in jobs]
+        return [future.result() for future in track(futures, "searching", console=Console(stderr=True))]
 
 
 def cached(key: str, cache: Path | None, make: Callable[[], Captured]) -> Captured:

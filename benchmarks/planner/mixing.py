@@ -18,11 +18,12 @@ from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.time_parts import TimeParts
 from benchmarks.planner.training import capture_training
 from benchmarks.record import markdown_table, publish
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
-from cohabit.planner.lifetimes import resident_bytes
+from cohabit.planner.lifetimes import live_activation_bytes
 from cohabit.planner.memory import single_budget
 from cohabit.planner.papers.beaumont.grouping import turn
-from cohabit.planner.papers.home.cost import evaluate, seconds
+from cohabit.planner.papers.home.cost import evaluate
 from cohabit.planner.papers.home.particle_swarm import PARTICLES, InitialParticles, ParticleSwarm
 from cohabit.planner.plan import Compute, Plan
 from cohabit.planner.problem import Limit, Problem
@@ -50,6 +51,13 @@ def step_of(net: str, bandwidth: float, cache: Path | None) -> tuple[Graph, Prof
     graph, work = cached(f"chain-{net}-b{training.batch}", cache, lambda: capture_training(net, training))
     link = Link(10e-6, bandwidth)
     return graph, structs.replace(v100_pcie3(graph, work), swap_in=link, swap_out=link)
+
+
+def resident_bytes(graph: Graph) -> int:
+    """The least counted memory with which a plan never moves a parameter or state."""
+    held = [structs.replace(t, kind="parameter") if t.is_weight else t for t in graph.tensors]
+    weights = sum(t.aligned_bytes for t in held if t.is_weight)
+    return weights + max(live_activation_bytes(structs.replace(graph, tensors=tuple(held))))
 
 
 def problem_of(graph: Graph, profile: Profile, share: float) -> Problem:
@@ -98,7 +106,9 @@ def one_by_one_s(graph: Graph, checkpoints: Plan, profile: Profile) -> float:
         else Choice.KEEP
         for gap in gaps.all
     )
-    return evaluate(tables(gaps), seconds(gaps, profile), particle, resident_bytes(graph)) / profile.compute_s
+    return (
+        evaluate(tables(gaps), GraphArrays.of(graph, profile), particle, resident_bytes(graph)) / profile.compute_s
+    )
 
 
 class DrawnSwarm(ParticleSwarm):

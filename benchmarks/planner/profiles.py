@@ -9,6 +9,7 @@ Rooflines rank ops well and predict totals badly, so `total_s` scales all ops to
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from benchmarks.planner.capture import Work
@@ -70,21 +71,6 @@ which reads and writes and so moves 10.8. The file store's copies run at 1.6 GB/
 reading, and 5 us for issuing an op are assumed."""
 
 
-def v100_pcie3(graph: Graph, work: Sequence[Work], total_s: float | None = None) -> Profile:
-    """Costs as on SwapAdvisor's testbed; for ResNet-152 pass one of `RESNET152_S` as the total."""
-    return roofline(V100_PCIE3, graph, work, total_s)
-
-
-def h100_pcie5(graph: Graph, work: Sequence[Work], total_s: float | None = None) -> Profile:
-    """Costs as on an H100 behind PCIe 5."""
-    return roofline(H100_PCIE5, graph, work, total_s)
-
-
-def cpu_file(graph: Graph, work: Sequence[Work], total_s: float | None = None) -> Profile:
-    """Costs as on one core of the machines that this project is measured on, with weights in a file."""
-    return roofline(CPU_FILE, graph, work, total_s)
-
-
 def roofline(device: Device, graph: Graph, work: Sequence[Work], total_s: float | None = None) -> Profile:
     """A profile by a device's roofline, all ops scaled by one factor if `total_s` says what they take together."""
     seconds = [
@@ -95,3 +81,9 @@ def roofline(device: Device, graph: Graph, work: Sequence[Work], total_s: float 
     return Profile(
         graph.fingerprint, device.name, tuple(s * scale for s in seconds), device.swap_in, device.swap_out
     )
+
+
+v100_pcie3: Final = partial(roofline, V100_PCIE3)
+"""Costs as on SwapAdvisor's testbed; for ResNet-152 pass one of `RESNET152_S` as the total."""
+h100_pcie5: Final = partial(roofline, H100_PCIE5)
+cpu_file: Final = partial(roofline, CPU_FILE)

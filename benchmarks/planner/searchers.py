@@ -9,15 +9,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-
-from benchmarks.planner.cache import graph_parser_of
+from benchmarks.planner.cache import graph_parser_of, in_processes
 from benchmarks.planner.models import NETWORKS, inference_graph
 from benchmarks.planner.profiles import cpu_file, h100_pcie5, v100_pcie3
 from benchmarks.record import markdown_table, publish
@@ -30,7 +25,6 @@ from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import SEARCHERS, can_plan
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.fitting import split_budget
-from cohabit.planner.warm import warm
 
 DEVICES = {"V100, PCIe 3": v100_pcie3, "H100, PCIe 5": h100_pcie5, "one CPU core, file": cpu_file}
 SHARES = (0.125, 0.25, 0.5, 0.75)
@@ -102,12 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     searchers = [name for name in SEARCHERS if can_plan(name, cases[0].problem(options.cache))]
     for network in options.networks:
         inference_graph(network, 1, options.cache)
-    console = Console(stderr=True)
     jobs = [(c, s, options.seconds, options.cache) for c in cases for s in searchers]
-    # Each process loads the compiled loops before anything is timed.
-    with ProcessPoolExecutor(options.processes, get_context("spawn"), warm) as pool:
-        futures = [pool.submit(run, *job) for job in jobs]
-        results = [f.result() for f in track(futures, "searching", console=console)]
+    results = in_processes(run, jobs, options.processes)
     found = {(job[0], job[1]): result for job, result in zip(jobs, results, strict=True)}
     about = (
         "Inference at batch 1 in a single budget of a share of the weights, parameters and activations together,"

@@ -9,15 +9,10 @@ captured with AOTAutograd, weights updated in place, on a V100 behind PCIe 3.
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.progress import track
-
-from benchmarks.planner.cache import graph_parser_of
+from benchmarks.planner.cache import graph_parser_of, in_processes
 from benchmarks.planner.profiles import v100_pcie3
 from benchmarks.planner.training import TRAININGS, peak_bytes, training_graph
 from benchmarks.record import markdown_table, publish
@@ -26,7 +21,6 @@ from cohabit.planner.memory import single_budget
 from cohabit.planner.problem import Limit, Problem
 from cohabit.planner.search.driver import search
 from cohabit.planner.search.registry import SEARCHERS
-from cohabit.planner.warm import warm
 
 GB = 10**9
 SEARCHED = tuple(name for name in SEARCHERS if name not in ("genetic", "offloading"))
@@ -123,10 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2, help="searches at a time (default: %(default)s)")
     parser.set_defaults(record_as="planner-training")
     options = parser.parse_args(argv)
-    console = Console(stderr=True)
-    warm()
-    needs = {n: peak_bytes(training_graph(n, None, options.cache).graph) for n in track(
-        options.networks, "capturing", console=console)}  # fmt: skip
+    needs = {n: peak_bytes(training_graph(n, None, options.cache).graph) for n in options.networks}
     asked = [(n, m) for n in options.networks for m in memories_gb(n, needs[n], options.memory)]
     cases = [(n, m, s) for n, m in asked for s in SEARCHED]
     cases += [
@@ -136,10 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for s in HEADLINE
     ]
     jobs = [(*c, options.seconds, options.cache) for c in cases]
-    with ProcessPoolExecutor(options.processes, get_context("spawn"), warm) as pool:
-        futures = [pool.submit(run, *job) for job in jobs]
-        results = [f.result() for f in track(futures, "planning", console=console)]
-    found = dict(zip(cases, results, strict=True))
+    found = dict(zip(cases, in_processes(run, jobs, options.processes), strict=True))
     rows = [
         [
             f"{n}, {needs[n] / GB:.0f} GB in {m:g} GB",

@@ -34,7 +34,7 @@ from cohabit.planner.search.searcher import Searcher
 from cohabit.planner.streaming import stream
 from cohabit.planner.streaming.emit import emit
 from cohabit.planner.streaming.op_orders import OpOrders
-from cohabit.planner.streaming.page_map import NOWHERE
+from cohabit.planner.streaming.page_map import NO_MORE, NOWHERE
 from cohabit.planner.streaming.residents import by_share, initial_residents
 from cohabit.planner.streaming.stream import (
     KEPT,
@@ -278,7 +278,7 @@ class Genetic(Searcher[ServedChromosome]):
         """Yield candidates with these residents, without variants that are equal (with `keeps`, or without reuse)."""
         work = self.reordered[order].work
         longest_s = float(work.arrays.swap_s.max(initial=0.0))
-        spans = (np.inf, 4 * longest_s, 0.0) if len(work.arrays.reused) else (0.0,)
+        spans = (np.inf, 4 * longest_s, 0.0) if (work.arrays.use_next < NO_MORE).any() else (0.0,)
         lead = bytes(4 * len(work.arrays.use_parameter))
         for kept in (KEPT,) if work.arrays.keeps else (RELEASED, KEPT):
             choice = np.full(len(work.parameters), STREAMED, np.int8)

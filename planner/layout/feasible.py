@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.errors import InfeasibleBudget, format_bytes
 from cohabit.planner.graph import Graph
-from cohabit.planner.layout.placement import activation_tops
+from cohabit.planner.layout.placement import activation_pool_bytes
 from cohabit.planner.lifetimes import live_activation_bytes
 from cohabit.planner.order import by_parameters, has_reuse
 
@@ -42,8 +42,7 @@ class Footprint:
 
     @staticmethod
     def of(graph: Graph) -> "Footprint":
-        peak = max(activation_tops(graph), default=0)
-        return Footprint(graph, live_activation_bytes(graph), page_aligned(peak))
+        return Footprint(graph, live_activation_bytes(graph), page_aligned(activation_pool_bytes(graph)))
 
     @staticmethod
     def of_pool(graph: Graph, pool_bytes: int) -> "Footprint":

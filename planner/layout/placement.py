@@ -57,29 +57,23 @@ def most_live_bytes(blocks: Sequence[Block]) -> int:
     return max(live_bytes([(b.span, b.nbytes) for b in blocks], end), default=0)
 
 
-def activation_tops(graph: Graph) -> tuple[int, ...]:
-    """Place inputs, activations and scratch for the graph's order of ops. Returns the highest end of each op's blocks.
+def activation_pool_bytes(graph: Graph) -> int:
+    """Return the bytes that inputs, activations and scratch take if they are placed for the graph's order of ops.
 
-    An allocator that places them one after the other may need more than the peak of live bytes; these sizes certainly
-    suffice. All blocks are rounded up to their alignment, as plans count them.
+    An allocator that places them one after the other may need more than the peak of live bytes; this size certainly
+    suffices. All blocks are rounded up to their alignment, as plans count them.
     """
     tensors = [
         Block(t.aligned_bytes, t.alignment, span)
         for t, span in zip(graph.tensors, lifespans(graph), strict=True)
-        if t.kind != "parameter" and span is not None
+        if t.kind != "parameter" and t.nbytes and span is not None
     ]
     scratch = [
         Block(op.aligned_scratch_bytes, SCRATCH_ALIGNMENT, Lifespan(k, k + 1))
         for k, op in enumerate(graph.ops)
         if op.scratch_bytes
     ]
-    blocks = [*tensors, *scratch]
-    tops = np.zeros(max(len(graph.ops), 1), np.int64)
-    for block, offset in zip(blocks, place(blocks).offsets, strict=True):
-        if block.nbytes:
-            own = tops[block.span.first : block.span.end]
-            np.maximum(own, offset + block.nbytes, out=own)
-    return tuple(tops.tolist())
+    return place([*tensors, *scratch]).peak_bytes
 
 
 def _orders(nbytes: Ints, alignment: Ints, first: Ints, end: Ints) -> list[Ints]:

@@ -10,29 +10,12 @@ from typing import Final
 import numpy as np
 from msgspec.structs import replace
 
-from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.alap import AlapSequence, alap, codes, tables
+from cohabit.planner.schedule.alap import AlapSequence, Codes, alap, tables
 from cohabit.planner.schedule.gaps import Choice, Gap, Gaps
 from cohabit.planner.schedule.no_wait import delay_drops, no_wait
-from cohabit.planner.schedule.table import (
-    COMPUTE,
-    SWAP_IN,
-    SWAP_OUT,
-    Action,
-    columns,
-    peak_bytes,
-)
-
-
-@dataclass(frozen=True)
-class ActivationPool:
-    """Actions on activations, in order, and the peak bytes of activations."""
-
-    actions: tuple[Action, ...]
-    nbytes: int
-
+from cohabit.planner.schedule.table import COMPUTE, SWAP_IN, SWAP_OUT, Action
 
 Rank = Callable[["_OffloadCost"], tuple[float, ...]]
 """Sort key of gaps: among those that would help, the lowest is offloaded first."""
@@ -70,7 +53,6 @@ class ActivationPools:
     def __init__(self, graph: Graph, profile: Profile) -> None:
         self.graph = without_parameters(graph)
         self._profile = profile
-        self._arrays = GraphArrays.of(self.graph, profile)
         self._gaps = Gaps(self.graph)
         self.movable = [i for i, gap in enumerate(self._gaps.all) if gap.is_offloadable(self.graph)]
         """Indices of gaps during which an activation can be offloaded."""
@@ -79,39 +61,39 @@ class ActivationPools:
         """Return the size of the smallest pool: every activation is offloaded in every gap."""
         if not self.graph.ops:
             return sum(self.graph.tensors[i].aligned_bytes for i in self.graph.inputs)
-        return int(alap(tables(self._gaps), codes(self._choices(self.movable))).held.max(initial=0))
+        return int(alap(tables(self._gaps), self._choices(self.movable)).held.max(initial=0))
 
-    def within(self, pool_bytes: int, rank: Rank) -> ActivationPool | None:
-        """Return a pool of at most `pool_bytes` with few offloads; None if even the smallest is larger."""
+    def within(self, pool_bytes: int, rank: Rank) -> tuple[Action, ...] | None:
+        """Return the actions of a pool of at most `pool_bytes` with few offloads; None if no pool is that small."""
         choices = self._choices_within(pool_bytes, rank)
         if choices is None:
             return None
         if not self.graph.ops:
-            return ActivationPool((), self.least_bytes())
+            return ()
         # Swap-ins are early and drops late as far as the pool allows.
         found = no_wait(self._gaps, pool_bytes, choices)
         assert found is not None, "nothing is computed again"
         actions = list(zip(found.verb.tolist(), found.what.tolist(), strict=True))
         if any(verb == SWAP_OUT for verb, _ in actions):
             actions = delay_drops(self.graph, self._profile, actions, (), pool_bytes)
-        return ActivationPool(tuple(actions), peak_bytes(self._arrays, *columns(actions)))
+        return tuple(actions)
 
-    def _choices(self, moved: Sequence[int]) -> list[Choice]:
-        choices = [Choice.KEEP] * len(self._gaps.all)
-        for i in moved:
-            choices[i] = Choice.SWAP
+    def _choices(self, moved: Sequence[int]) -> Codes:
+        choices = np.full(len(self._gaps.all), Choice.KEEP, np.int8)
+        choices[list(moved)] = Choice.SWAP
         return choices
 
-    def _choices_within(self, nbytes: int, rank: Rank) -> list[Choice] | None:
+    def _choices_within(self, nbytes: int, rank: Rank) -> Codes | None:
         """Offload gaps over the fullest moment until every moment fits; None if that is impossible."""
         moved: list[int] = []
         gaps = self._gaps.all
         left = sorted(self.movable, key=lambda i: rank(self._offload_cost(gaps[i])))
         while True:
-            made = alap(tables(self._gaps), codes(self._choices(moved)))
+            choices = self._choices(moved)
+            made = alap(tables(self._gaps), choices)
             fullest = int(made.held.argmax()) if len(made.held) else 0
             if not len(made.held) or made.held[fullest] <= nbytes:
-                return self._choices(moved)
+                return choices
             position = _position(made, fullest)
             helping = next((i for i in left if gaps[i].last_use < position < gaps[i].next_use), None)
             if helping is None:

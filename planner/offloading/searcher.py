@@ -15,9 +15,9 @@ from cohabit.planner.arrays import Ints
 from cohabit.planner.genetic.chromosome import ServedChromosome
 from cohabit.planner.genetic.searcher import Genetic
 from cohabit.planner.layout.feasible import Footprint, page_aligned
-from cohabit.planner.offloading.pool import RANKS, ActivationPool, ActivationPools
+from cohabit.planner.offloading.pool import RANKS, ActivationPools
 from cohabit.planner.problem import TIE, UNFIT, Cost, Problem
-from cohabit.planner.schedule.table import COMPUTE, NOTHING, SWAP_IN, Row, Schedule, scheduled
+from cohabit.planner.schedule.table import COMPUTE, NOTHING, SWAP_IN, Action, Row, Schedule, scheduled
 from cohabit.planner.search.searcher import Searcher
 from cohabit.planner.streaming.emit import ParameterRows
 from cohabit.planner.streaming.op_orders import OpOrders, require_served
@@ -77,12 +77,12 @@ class Offloading(Searcher[OffloadingCandidate]):
         return self._sizes[candidate.size]
 
     def _schedule(self, candidate: OffloadingCandidate) -> Schedule | None:
-        pool = self._pool(candidate.size, candidate.rank)
-        if pool is None:
+        actions = self._pool(candidate.size, candidate.rank)
+        if actions is None:
             return None
         work, resident_at, swaps = self._past(candidate.size).played(candidate.parameters)
         pool_bytes = self._sizes[candidate.size]
-        return OffloadingEmitter(work, pool, pool_bytes, resident_at, swaps, candidate.strictly).schedule()
+        return OffloadingEmitter(work, actions, pool_bytes, resident_at, swaps, candidate.strictly).schedule()
 
     def _search(self) -> Iterator[Sequence[OffloadingCandidate]]:
         middle = len(self._sizes) // 2
@@ -143,10 +143,16 @@ class OffloadingEmitter:
     """
 
     def __init__(
-        self, work: Workload, pool: ActivationPool, pool_bytes: int, resident_at: Ints, swaps: Swaps, strictly: bool
+        self,
+        work: Workload,
+        actions: Sequence[Action],
+        pool_bytes: int,
+        resident_at: Ints,
+        swaps: Swaps,
+        strictly: bool,
     ) -> None:
-        """`pool_bytes` is the size of the pool, `pool` has the actions on activations in it."""
-        self._work, self._pool, self._pool_bytes, self._strictly = work, pool, pool_bytes, strictly
+        """`pool_bytes` is the size of the pool, `actions` are those on activations in it."""
+        self._work, self._actions, self._pool_bytes, self._strictly = work, actions, pool_bytes, strictly
         self._graph = work.footprint.graph
         self._copies = ParameterRows(work, resident_at, swaps)
         self._rows: list[Row] = []
@@ -158,7 +164,7 @@ class OffloadingEmitter:
         last = -1
         self._rows += self._copies.drops_after(-1)
         self._issue(-1)
-        for verb, what in self._pool.actions:
+        for verb, what in self._actions:
             if verb == SWAP_IN:
                 self._returning.append(what)
                 self._issue(last)
@@ -201,7 +207,7 @@ class OffloadingEmitter:
         """Return per swap-in, in order, the first op that uses this activation or one that is swapped in later."""
         due: list[int] = []
         upcoming = {t: len(self._graph.ops) - 1 for t in self._graph.outputs}
-        for verb, what in reversed(self._pool.actions):
+        for verb, what in reversed(self._actions):
             if verb == COMPUTE:
                 upcoming |= dict.fromkeys(self._graph.ops[what].reads, what)
             elif verb == SWAP_IN:

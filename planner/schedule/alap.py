@@ -133,7 +133,7 @@ def tables(gaps: Gaps) -> Tables:
     )
 
 
-def codes(choices: Iterable[Choice]) -> Codes:
+def codes(choices: Iterable[int]) -> Codes:
     return np.fromiter(choices, np.int8)
 
 

@@ -6,7 +6,7 @@ positions (`planner.schedule.alap`): swap-ins move to earlier positions where me
 ones, after the swap-outs have ended."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +16,8 @@ from cohabit.planner.compiled import compiled
 from cohabit.planner.graph import Graph
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
-from cohabit.planner.schedule.alap import AlapSequence, alap, codes, tables
-from cohabit.planner.schedule.gaps import Choice, Gaps
+from cohabit.planner.schedule.alap import SWAP, AlapSequence, alap, codes, tables
+from cohabit.planner.schedule.gaps import Gaps
 from cohabit.planner.schedule.serial import least_bytes, serial
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action, Schedule, columns, counted
 
@@ -30,26 +30,25 @@ class ActionSequence(NamedTuple):
     residents: frozenset[int]
 
 
-def no_wait(gaps: Gaps, memory_bytes: int, choices: Sequence[Choice]) -> ActionSequence | None:
-    """Return the best sequence with these choices; None if they need more than `memory_bytes`.
+def no_wait(gaps: Gaps, memory_bytes: int, choices: Iterable[int]) -> ActionSequence | None:
+    """Return the best sequence with these choices, one per gap; None if they need more than `memory_bytes`.
 
     Also None if recomputations require so many others that the sequence is too long (`planner.schedule.alap.LONGEST`).
     """
     if not gaps.graph.ops:
         fits = least_bytes(gaps.graph) <= memory_bytes
         return ActionSequence(*columns(serial(gaps.graph)), frozenset()) if fits else None
-    made = alap(tables(gaps), codes(choices))
+    t, chosen = tables(gaps), codes(choices)
+    made = alap(t, chosen)
     if not len(made.held) or made.held.max() > memory_bytes:
         return None
-    order = with_earliest_swap_ins(made, tables(gaps).nbytes, memory_bytes)
-    residents = (
-        g.tensor for g, choice in zip(gaps.all, choices, strict=True) if g.wraps and choice is not Choice.SWAP
-    )
-    return ActionSequence(made.verb[order], made.what[order], frozenset(residents))
+    order = with_earliest_swap_ins(made, t.nbytes, memory_bytes)
+    residents = np.sort(t.stored[chosen[t.wrapping] != SWAP])
+    return ActionSequence(made.verb[order], made.what[order], frozenset(residents.tolist()))
 
 
 def schedule_of_choices(
-    problem: Problem, gaps: Gaps, choices: Sequence[Choice], *, delayed: bool = False
+    problem: Problem, gaps: Gaps, choices: Iterable[int], *, delayed: bool = False
 ) -> Schedule | None:
     """Return the schedule of these choices; None if they need more than the memory.
 

@@ -35,13 +35,6 @@ def address_of(offset: int) -> Address | None:
     return Address("partition", offset) if offset < WORKSPACE else Address("workspace", offset - WORKSPACE)
 
 
-def offset_of(address: Address | None) -> int:
-    """Inverse of `address_of`."""
-    if address is None:
-        return NOTHING
-    return address.offset + (WORKSPACE if address.region == "workspace" else 0)
-
-
 def _steps(schedule: Schedule) -> Iterator[Step]:
     rows = zip(schedule.verb.tolist(), schedule.what.tolist(), schedule.offset.tolist(), strict=True)
     for (verb, what, offset), after in zip(rows, _reduced(schedule), strict=True):

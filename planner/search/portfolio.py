@@ -1,11 +1,10 @@
-"""The searcher `best` for single budgets: runs several searchers in turn until one reaches the lower bound.
+"""Searchers made of others, called members: their base class, and the searcher `best` for single budgets.
 
-The searchers, called members, are asked in a fixed order: `on_demand`, then each of SAMPLED. A member's effort is the
-number of candidates that it evaluates when it runs alone. Each of SAMPLED first gets a small fraction of its effort
-(one round of successive halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
-Optimization", AISTATS 2016). Then the members spend the rest of their effort, in the order of their best latencies. So
-the portfolio is never worse than one of its members at that effort. The best member that has candidates left uses the
-remaining time.
+Members are asked in a fixed order: `on_demand`, then each of SAMPLED. A member's effort is the number of candidates
+that it evaluates when it runs alone. Each of SAMPLED first gets a small fraction of its effort (one round of successive
+halving: Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter Optimization", AISTATS
+2016). Then the members spend the rest of their effort, in the order of their best latencies. So the portfolio is never
+worse than one of its members at that effort. The best member that has candidates left uses the remaining time.
 
 Ops that share weights, such as the time steps of a recurrent network, can also run grouped by weights. `on_demand`,
 the quickest member, plans both orders; SAMPLED plan the better one. Graphs that change state, such as training
@@ -39,77 +38,98 @@ AT_BOUND: Final = 1e-4
 """Relative gap to the bound that counts as zero."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemberCandidate:
-    """A candidate of one member."""
-
-    member: int
-    inner: Any
-
-
-@dataclass(slots=True)
-class _Member:
+@dataclass(eq=False, slots=True)
+class Member:
     """A searcher that has been asked."""
 
     name: str
     searcher: AnySearcher
-    by_weights: bool
-    """Whether its ops run grouped by weights."""
-    index: int
+    order: tuple[int, ...] | None = None
+    """The graph's ops in the order of the searcher's; None if that is the graph's own."""
     least_s: float = math.inf
     effort_left: float = 0.0
     """Number of evaluations until it has spent its effort."""
 
-    @property
-    def rank(self) -> tuple[float, int]:
-        return self.least_s, self.index
+
+@dataclass(frozen=True, slots=True)
+class MemberCandidate:
+    """A candidate of one member."""
+
+    member: Member
+    inner: Any
 
 
-_Turn = Generator[Sequence[MemberCandidate], None, _Member | None]
-"""Yields the candidates of one member, then returns the member; None if the member had no turn."""
+class Combined(Searcher[MemberCandidate]):
+    """Asks its members in turns, and stops when the bound is reached. Subclasses set `_steps`."""
 
-
-class Portfolio(Searcher[MemberCandidate]):
-    """Asks one member after the other; stops when the bound is reached.
-
-    Raises UnsupportedProblem, or InfeasibleBudget with the least budget.
-    """
-
-    def __init__(self, problem: Problem, seed: int) -> None:
-        require_counted(problem, "best")
-        if QUICKEST not in SEARCHERS:
-            raise UnsupportedProblem("the searchers for single budgets are not installed (cohabit.planner.papers)")
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._seed = seed
-        self._members: list[_Member] = []
-        self._told: Sequence[Cost] = ()
-        self._count = 0
         self.evaluations = 10**12
         """A very large number until every member has spent its effort; then the number of evaluations so far."""
-        self._steps = self._ask()
+        self._members: list[Member] = []
+        self._told: Sequence[Cost] = ()
+        self._count = 0
 
     def tell(self, candidates: Sequence[MemberCandidate], costs: Sequence[Cost]) -> None:
         self._told = costs
         self._count += len(costs)
         for candidate, cost in zip(candidates, costs, strict=False):
-            member = self._members[candidate.member]
-            member.least_s = min(member.least_s, self.problem.seconds(cost))
+            candidate.member.least_s = min(candidate.member.least_s, self.problem.seconds(cost))
 
     def evaluate(self, candidate: MemberCandidate, good_s: float) -> Cost:
-        return self._members[candidate.member].searcher.evaluate(candidate.inner, good_s)
+        return candidate.member.searcher.evaluate(candidate.inner, good_s)
 
     def write(self, candidate: MemberCandidate) -> Plan:
-        member = self._members[candidate.member]
-        plan = member.searcher.write(candidate.inner)
-        if not member.by_weights:
+        plan, order = candidate.member.searcher.write(candidate.inner), candidate.member.order
+        if order is None:
             return plan
-        assert self._weights_order is not None
-        return in_original_order(plan, self._weights_order, self.problem.graph, self.problem.profile)
+        return in_original_order(plan, order, self.problem.graph, self.problem.profile)
 
     def found_by(self, candidate: MemberCandidate) -> str:
         """Return the name of the member that found a candidate."""
-        member = self._members[candidate.member]
-        return f"{member.name}{BY_WEIGHTS}" if member.by_weights else member.name
+        return candidate.member.name
+
+    def _add(self, name: str, searcher: AnySearcher, order: tuple[int, ...] | None = None) -> Member:
+        self._members.append(Member(name, searcher, order))
+        return self._members[-1]
+
+    def _spend(self, member: Member, most: float | None = None) -> Generator[Sequence[MemberCandidate], None, int]:
+        """Ask a member until it has spent `most` evaluations, has no candidates, or the bound is reached.
+
+        Returns the number spent. By default, `most` is the member's effort; it is read after each of its asks, because
+        computing it takes time, and because a searcher lowers its effort once it gains little.
+        """
+        searcher, spent = member.searcher, 0
+        while not self._is_within(AT_BOUND) and (inner := searcher.ask()):
+            self._told, self.is_compiled = (), searcher.is_compiled
+            yield [MemberCandidate(member, c) for c in inner]
+            searcher.tell(inner[: len(self._told)], self._told)
+            spent += len(inner)
+            if spent >= (searcher.evaluations if most is None else most):
+                break
+        return spent
+
+    def _is_within(self, gap: float) -> bool:
+        """Whether the best latency (or period) so far is within a relative gap of the bound."""
+        least_s = min((member.least_s for member in self._members), default=math.inf)
+        # Computing the bound takes time, so it waits until there is a first plan.
+        return least_s < math.inf and least_s <= self.problem.bound_s * (1 + gap)
+
+
+_Turn = Generator[Sequence[MemberCandidate], None, Member | None]
+"""Yields the candidates of one member, then returns the member; None if the member had no turn."""
+
+
+class Portfolio(Combined):
+    """Plans a single budget. Raises UnsupportedProblem, or InfeasibleBudget with the least budget."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        require_counted(problem, "best")
+        if QUICKEST not in SEARCHERS:
+            raise UnsupportedProblem("the searchers for single budgets are not installed (cohabit.planner.papers)")
+        super().__init__(problem)
+        self._seed = seed
+        self._steps = self._ask()
 
     def _ask(self) -> Iterator[Sequence[MemberCandidate]]:
         quickest = yield from self._turn(QUICKEST)
@@ -124,18 +144,17 @@ class Portfolio(Searcher[MemberCandidate]):
         for member in self._ranked():
             yield from self._spend(member, math.inf)
 
-    def _ask_others(self, quickest: _Member) -> Iterator[Sequence[MemberCandidate]]:
+    def _ask_others(self, quickest: Member) -> Iterator[Sequence[MemberCandidate]]:
         """Ask the other members that plan single budgets, after the quickest has planned the graph's own order."""
-        regrouped = None
-        if self._weights_order is not None:
-            regrouped = yield from self._turn(QUICKEST, by_weights=True)
+        order = self._weights_order
+        regrouped = None if order is None else (yield from self._turn(QUICKEST, order))
         if any(op.mutates for op in self.problem.graph.ops):
             for name in CHAIN_MEMBERS:
                 yield from self._turn(name)
         # Sample the others in the better order of the ops.
-        by_weights = regrouped is not None and regrouped.least_s < quickest.least_s
+        is_better = regrouped is not None and regrouped.least_s < quickest.least_s
         for name in SAMPLED:
-            yield from self._turn(name, by_weights=by_weights, share=SAMPLE)
+            yield from self._turn(name, order if is_better else None, share=SAMPLE)
 
     @cached_property
     def _weights_order(self) -> tuple[int, ...] | None:
@@ -147,21 +166,19 @@ class Portfolio(Searcher[MemberCandidate]):
         fits = least_bytes(reordered(graph, profile, order)[0]) <= self.problem.memory.nbytes
         return order if fits and list(order) != sorted(order) else None
 
-    def _turn(self, name: str, *, by_weights: bool = False, share: float | None = None) -> _Turn:
+    def _turn(self, name: str, order: tuple[int, ...] | None = None, *, share: float | None = None) -> _Turn:
         """Ask a new member until it has spent a share of its effort, by default all of it."""
         if self._is_within(AT_BOUND):
             return None
         problem = self.problem
-        if by_weights:
-            assert self._weights_order is not None
-            graph, profile = reordered(problem.graph, problem.profile, self._weights_order)
+        if order is not None:
+            graph, profile = reordered(problem.graph, problem.profile, order)
             problem = replace(problem, graph=graph, profile=profile)
         try:
             searcher = make(name, problem, self._seed)
         except (UnsupportedProblem, InfeasibleBudget):
             return None
-        member = _Member(name, searcher, by_weights, len(self._members))
-        self._members.append(member)
+        member = self._add(name if order is None else f"{name}{BY_WEIGHTS}", searcher, order)
         if share is None:
             yield from self._spend(member)
         else:
@@ -169,29 +186,6 @@ class Portfolio(Searcher[MemberCandidate]):
             member.effort_left = effort - (yield from self._spend(member, share * effort))
         return member
 
-    def _spend(self, member: _Member, most: float | None = None) -> Generator[Sequence[MemberCandidate], None, int]:
-        """Ask a member until it has spent `most` evaluations or has no candidates. Returns the number spent.
-
-        Does nothing if the bound is reached. By default, `most` is the member's effort; it is read after the first
-        candidates, because computing it takes time.
-        """
-        searcher, spent = member.searcher, 0
-        if self._is_within(AT_BOUND):
-            return spent
-        while inner := searcher.ask():
-            self._told, self.is_compiled = (), searcher.is_compiled
-            yield [MemberCandidate(member.index, c) for c in inner]
-            searcher.tell(inner[: len(self._told)], self._told)
-            spent += len(inner)
-            if spent >= (searcher.evaluations if most is None else most):
-                break
-        return spent
-
-    def _ranked(self) -> list[_Member]:
-        return sorted(self._members, key=lambda member: member.rank)
-
-    def _is_within(self, gap: float) -> bool:
-        """Whether the best latency so far is within a relative gap of the bound."""
-        least_s = min((member.least_s for member in self._members), default=math.inf)
-        # Computing the bound takes time, so it waits until there is a first plan.
-        return least_s < math.inf and least_s <= self.problem.bound_s * (1 + gap)
+    def _ranked(self) -> list[Member]:
+        """Return the members, the best first; of equals, the first asked."""
+        return sorted(self._members, key=lambda member: member.least_s)

@@ -202,13 +202,14 @@ def timed(
     if played_s == np.inf:
         return np.inf, np.inf, 0
     link_pages = work.size[swaps.parameter[: swaps.length[0]]].sum()
-    is_exact = work.compute_slowdown == 1.0 and work.swap_slowdown == 1.0
+    graph = numbering.graph
+    is_exact = graph.compute_slowdown == 1.0 and graph.swap_slowdown == 1.0
     if is_exact and played_s > good_s:
         return played_s, np.inf, link_pages
     if len(numbering.op) == 0:
         return 0.0, 0.0, link_pages
-    lanes = lanes_of(numbering.graph, schedule_of(work, numbering, resident_at, swaps))
-    latency_s, period_s = latency_and_period(lanes, work.compute_slowdown, work.swap_slowdown, good_s)
+    lanes = lanes_of(graph, schedule_of(work, numbering, resident_at, swaps))
+    latency_s, period_s = latency_and_period(lanes, graph.compute_slowdown, graph.swap_slowdown, good_s)
     return latency_s, period_s, link_pages
 
 

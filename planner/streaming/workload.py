@@ -42,10 +42,6 @@ class Arrays(NamedTuple):
     """Per use, the next op that reads the same parameter, or NO_MORE."""
     use_split: Ints
     """Per use, the parameter's page if all of the op's parameters are laid out in empty memory."""
-    compute_slowdown: float
-    swap_slowdown: float
-    reused: Ints
-    """Uses of parameters that are used again later."""
     page_s: float
     """Time of a page on the link, without latency."""
     keeps: bool
@@ -123,9 +119,6 @@ class Workload:
             use_op=use_op,
             use_next=use_next,
             use_split=ints(page for op in split for page in op),
-            compute_slowdown=profile.compute_slowdown,
-            swap_slowdown=profile.swap_slowdown,
-            reused=ints(np.flatnonzero(use_next < NO_MORE)),
             page_s=PAGE_BYTES / profile.swap_in.bandwidth_bytes_per_s,
             keeps=cached,
         )

@@ -1,4 +1,4 @@
-"""`cohabit tile`: plans how the arrays of a NumPy program are tiled over workers, shows it, and runs it."""
+"""`cohabit tile`: plans how the arrays of a NumPy program are tiled over workers, and runs it."""
 
 import argparse
 import functools
@@ -65,7 +65,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Plan, show and, if asked, run a program. Raises ConfigError and the planner's errors."""
+    """Plan and, if asked, run a program. Raises ConfigError and the planner's errors."""
     from cohabit.planner.tiling import plan_tiling
 
     graph = _graph(options.program, options.workers, options.copies)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
         runs = start(task, options.workers)
         if runs is None:  # another of torchrun's processes reports
             return 0
-    _show(plan, out)
+    _draw(plan, out)
     table = make_table("tiling", "on the wire", "read and updated", "copies per worker", left=("tiling",))
     for search in dict.fromkeys((options.search, *_COMPARED)):
         other = plan if search == options.search else plan_tiling(graph, search)
@@ -150,8 +150,8 @@ def _run(program: str, workers: int, copies: Any, picks: tuple[int, ...], worker
     return moved, seconds[-1]  # the first run loads parts of torch
 
 
-def _show(plan: "TilingPlan", out: Console) -> None:
-    """Print each array's tiling, and its bytes on the wire for each input and for the sum of partial results."""
+def _draw(plan: "TilingPlan", out: Console) -> None:
+    """Print a line per array: its shape, its tiling, and the bytes on the wire for its inputs and its partial sums."""
     from cohabit.planner.tiling.expressions import Fold, JoinUpdate, Map, Scan, View
 
     graph, names = plan.graph, dict[int, str]()

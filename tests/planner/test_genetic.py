@@ -1,6 +1,5 @@
 """The genetic search for served models: operators stay in their space, generations do not get worse, plans transfer."""
 
-import math
 import random
 from dataclasses import replace
 
@@ -10,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cohabit.planner.check import check
-from cohabit.planner.genetic.chromosome import ServedChromosome, decisions_of, order_of, renumbered
-from cohabit.planner.genetic.searcher import GENERATIONS, LEAST_GAIN, POPULATION, Genetic
+from cohabit.planner.genetic.chromosome import ServedChromosome, order_of
+from cohabit.planner.genetic.searcher import GENERATIONS, POPULATION, Genetic
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Compute, SwapIn
@@ -36,15 +35,6 @@ def random_problem(rng: random.Random) -> Problem:
         return problem
     residents = search(problem, "genetic", limit=Limit(evaluations=5)).residents
     return Problem(graph, profile, Memory(workspace, partition), residents)
-
-
-def random_decisions(rng: np.random.Generator, parameters: int, uses: int) -> Decisions:
-    return Decisions(
-        rng.integers(0, 3, parameters),
-        rng.random(uses) < 0.5,
-        rng.integers(0, 3, uses),
-        rng.integers(0, 4, uses),
-    )
 
 
 def evolved(searcher: Genetic, rounds: int) -> list[list[tuple[ServedChromosome, float]]]:
@@ -78,24 +68,6 @@ def test_every_chromosome_of_every_generation_has_a_safe_plan(seed: int) -> None
 
 
 @pytest.mark.long
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_decisions_keep_their_parameters_and_uses_in_another_order(seed: int) -> None:
-    problem = random_problem(random.Random(seed))
-    searcher, draw = Genetic(problem, seed), np.random.default_rng(seed)
-    orders = {c.order for generation in evolved(searcher, 20) for c, _ in generation}
-    first = searcher.reordered[0]
-    for other in (searcher.reordered[order] for order in orders):
-        found = random_decisions(draw, len(first.work.parameters), len(first.work.arrays.use_op))
-        there = renumbered(found, first, other)
-        choices = dict(zip(first.work.parameters, found.choice.tolist(), strict=True))
-        assert dict(zip(other.work.parameters, there.choice.tolist(), strict=True)) == choices
-        back = renumbered(there, other, first)
-        assert (back.choice == found.choice).all()
-        assert (back.lead == found.lead).all()
-
-
-@pytest.mark.long
 def test_later_generations_are_never_worse_and_find_what_the_first_did_not() -> None:
     better = 0
     for seed in range(12):
@@ -116,7 +88,7 @@ def test_later_generations_are_never_worse_and_find_what_the_first_did_not() -> 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_search_without_a_limit_ends_with_the_first_generation_that_gains_little(seed: int) -> None:
+def test_a_search_without_a_limit_ends_before_its_most_evaluations(seed: int) -> None:
     rng = random.Random(seed)
     graph = chain([rng.randint(1, 9) * PAGE for _ in range(24)])
     problem = Problem(graph, random_profile(rng, graph), Memory(24 * PAGE, 40 * PAGE))
@@ -124,16 +96,6 @@ def test_a_search_without_a_limit_ends_with_the_first_generation_that_gains_litt
     plan = search(problem, "genetic", seed=seed)
     assert plan.provenance is not None
     assert plan.provenance.evaluations < most
-    least, spent, searcher = math.inf, 0, Genetic(problem, seed)
-    while spent < plan.provenance.evaluations:
-        before = least
-        candidates = searcher.ask()
-        costs = [searcher.evaluate(c, math.inf) for c in candidates]
-        searcher.tell(candidates, costs)
-        spent += len(candidates)
-        least = min([least, *(cost.latency_s for cost in costs)])
-    assert spent == plan.provenance.evaluations
-    assert least > before * (1 - 2 * LEAST_GAIN), "the cost counts the link's time, too"
 
 
 def test_a_search_from_neighbours_is_shorter() -> None:
@@ -143,25 +105,6 @@ def test_a_search_from_neighbours_is_shorter() -> None:
     larger = replace(problem, memory=Memory(14 * PAGE, 44 * PAGE))
     fresh, seeded = Genetic(larger, 0), Genetic(replace(larger, neighbours=(plan,)), 0)
     assert seeded.evaluations < 0.8 * fresh.evaluations
-
-
-@pytest.mark.long
-def test_decisions_read_from_a_plan_have_its_residents_and_nearly_its_latency() -> None:
-    """A plan does not say which rules for holes it was made with, nor which residents might have been released."""
-    ratios = []
-    for seed in range(40):
-        rng = random.Random(seed)
-        graph = chain([rng.randint(1, 5) * PAGE for _ in range(12)])
-        problem = Problem(graph, random_profile(rng, graph), Memory(14 * PAGE, 12 * PAGE))
-        plan = search(problem, "genetic", limit=Limit(evaluations=3))
-        searcher = Genetic(replace(problem, neighbours=(plan,)), 0)
-        work = searcher.reordered[0].work
-        kept = np.flatnonzero(decisions_of(plan, work).choice)
-        assert {work.parameters[i] for i in kept} == {r.tensor for r in plan.residents}
-        latencies_s = [searcher.evaluate(c, np.inf).latency_s for c in searcher._from_neighbours]
-        assert plan.provenance is not None
-        ratios.append(min(latencies_s) / plan.provenance.latency_s)
-    assert sum(ratios) / len(ratios) < 1.01
 
 
 def test_a_plan_for_another_size_is_a_start() -> None:

@@ -5,9 +5,10 @@ import random
 import numpy as np
 import pytest
 
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import single_budget
-from cohabit.planner.papers.home.cost import TOO_MUCH_S, evaluate, overhead, seconds
+from cohabit.planner.papers.home.cost import TOO_MUCH_S, evaluate, overhead
 from cohabit.planner.papers.home.particle_swarm import (
     InitialParticles,
     filled,
@@ -46,10 +47,9 @@ def four_layers() -> Graph:
 
 
 def estimate(gaps: Gaps, profile: Profile, choices: Codes, memory_bytes: int) -> tuple[float, float]:
-    t, made = tables(gaps), alap(tables(gaps), choices)
-    return overhead(
-        t, seconds(gaps, profile), made, with_earliest_swap_ins(made, t.nbytes, memory_bytes), memory_bytes
-    )
+    t, arrays = tables(gaps), GraphArrays.of(gaps.graph, profile)
+    made = alap(t, choices)
+    return overhead(t, arrays, made, with_earliest_swap_ins(made, t.nbytes, memory_bytes), memory_bytes)
 
 
 @pytest.mark.parametrize(("offload_s", "prefetch_s"), [(1.5, 1.25), (0.5, 1.25), (2.5, 0.5), (0.75, 0.75)])
@@ -77,9 +77,9 @@ def test_recomputation_costs_its_ops() -> None:
 
 def test_choices_that_need_more_than_the_memory_cost_the_more() -> None:
     gaps = Gaps(four_layers())
-    t, times = tables(gaps), seconds(gaps, profile_of(gaps.graph))
+    t, arrays = tables(gaps), GraphArrays.of(gaps.graph, profile_of(gaps.graph))
     kept = codes([Choice.KEEP] * len(gaps.all))
-    costs = [evaluate(t, times, kept, pages * PAGE) for pages in (2, 3, 100)]
+    costs = [evaluate(t, arrays, kept, pages * PAGE) for pages in (2, 3, 100)]
     assert costs[0] > costs[1] >= TOO_MUCH_S > costs[2] == pytest.approx(8.0)
 
 

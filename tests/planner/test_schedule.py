@@ -11,12 +11,10 @@ from msgspec.structs import replace
 
 from cohabit.planner.check import check
 from cohabit.planner.errors import InfeasibleBudget, InvalidPlan, UnsupportedProblem
-from cohabit.planner.genetic.searcher import Genetic
 from cohabit.planner.graph import Graph
-from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Compute, Drop, Placement, Plan, SwapIn, SwapOut, lane_of
-from cohabit.planner.problem import UNFIT, Problem
+from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.serial import least_bytes, require_counted, serial_schedule
 from cohabit.planner.schedule.simulate import LANES, evaluate, lanes_of, schedule_of, simulate
@@ -34,7 +32,7 @@ from cohabit.planner.schedule.table import (
     peak_bytes,
     scheduled,
 )
-from cohabit.planner.schedule.write import address_of, offset_of, write
+from cohabit.planner.schedule.write import write
 from tests.support.planner.actions import compute, drop, plan_of, swap_in, swap_out
 from tests.support.planner.graphs import (
     PAGE,
@@ -269,27 +267,6 @@ def same_cost(problem: Problem, schedule: Schedule, plan: Plan) -> None:
     )
 
 
-@pytest.mark.long
-def test_streaming_simulates_the_schedule_that_it_writes() -> None:
-    """With every candidate that goes ahead of others, too: `stream.evaluate` and `evaluate` of the emitted schedule."""
-    seen = 0
-    for seed in range(20):
-        rng = random.Random(seed)
-        graph = random_graph(rng)
-        memory = Memory(Footprint.of(graph).least_workspace_bytes(0) + PAGE * rng.randint(0, 5), PAGE * 3)
-        problem = Problem(graph, random_profile(rng, graph), memory)
-        searcher = Genetic(problem, seed)
-        for _ in range(5):
-            candidates = searcher.ask()
-            costs = [searcher.evaluate(c, float("inf")) for c in candidates]
-            searcher.tell(candidates, costs)
-            for candidate, cost in zip(candidates, costs, strict=True):
-                if cost.latency_s < UNFIT.latency_s:
-                    assert cost == evaluate(problem, searcher._schedule(candidate), float("inf"))
-                    seen += 1
-    assert seen > 200
-
-
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seeds, st.booleans())
 def test_serial_plan_runs_in_the_least_memory(seed: int, training: bool) -> None:
@@ -368,9 +345,3 @@ def test_what_was_given_up_first_is_waited_for_first() -> None:
         0: (), 1: (0,), 2: (), 3: (1,),  # A0 is an input and can leave while op0 reads it
         7: (1, 2), 8: (3,), 9: (8,), 12: (9,), 13: (12,),
     }  # fmt: skip
-
-
-def test_offsets_are_addresses() -> None:
-    for offset in (NOTHING, 0, PAGE, WORKSPACE, WORKSPACE + PAGE):
-        assert offset_of(address_of(offset)) == offset
-    assert address_of(NOTHING) is None

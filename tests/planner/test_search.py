@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cohabit.planner.check import check
-from cohabit.planner.errors import InfeasibleBudget, InvalidPlan, UnsupportedProblem
+from cohabit.planner.errors import InfeasibleBudget, InvalidPlan
 from cohabit.planner.graph import Graph
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory, single_budget
@@ -57,13 +57,6 @@ def test_the_objective_decides_between_latency_and_period(seed: int) -> None:
     assert alone.latency_s < in_a_row.latency_s
     assert in_a_row.period_s < alone.period_s
     assert in_a_row.gap == pytest.approx(in_a_row.period_s / in_a_row.bound_s - 1)
-
-
-def test_served_memory_is_planned_for_its_latency_only() -> None:
-    graph = chain([PAGE] * 3)
-    problem = Problem(graph, profile_of(graph), Memory(4 * PAGE, PAGE), objective="period")
-    with pytest.raises(UnsupportedProblem, match="plan a single budget"):
-        search(problem)
 
 
 @pytest.mark.long

@@ -24,16 +24,8 @@ from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import least_bytes
 from cohabit.planner.schedule.simulate import MOST_INFERENCES, evaluate, simulate
 from cohabit.planner.search.driver import search
-from cohabit.planner.search.portfolio import (
-    AT_BOUND,
-    BY_WEIGHTS,
-    CHAIN_MEMBERS,
-    QUICKEST,
-    SAMPLE,
-    SAMPLED,
-    Portfolio,
-)
-from cohabit.planner.search.registry import BASELINES, SEARCHERS, make
+from cohabit.planner.search.portfolio import QUICKEST, SAMPLED
+from cohabit.planner.search.registry import BASELINES, SEARCHERS, can_plan, make
 from tests.planner.test_bound import best_possible, tiny
 from tests.support.planner.graphs import (
     PAGE,
@@ -48,13 +40,16 @@ from tests.support.planner.graphs import (
     unrolled_training,
 )
 from tests.support.planner.reference import simulate_exactly
-from tests.support.planner.searchers import SERVED, SINGLE
 
 Problems = Callable[[int], Problem]
 
 
 seeds = st.integers(0, 10**6)
 FEW = Limit(evaluations=24)
+SINGLE = tuple(name for name in SEARCHERS if can_plan(name, counted_problem(0)))
+"""Searchers that plan a single budget."""
+SERVED = tuple(name for name in SEARCHERS if can_plan(name, served_problem(0)))
+"""Searchers that plan a partition and a workspace."""
 CASES = [
     *(pytest.param(name, counted_problem, id=f"{name}-counted") for name in (*SINGLE, *BASELINES)),
     *(pytest.param(name, served_problem, id=f"{name}-served") for name in SERVED),
@@ -222,47 +217,6 @@ def test_best_is_no_worse_than_its_members_at_their_own_effort(seed: int) -> Non
         other = search(problem, searcher, seed=seed).provenance
         assert other is not None
         assert best.latency_s <= other.latency_s * TIE
-
-
-@pytest.mark.parametrize("seed", [0, 9, 11, 41])
-def test_members_plan_the_better_order_and_what_has_effort_left_goes_on(seed: int) -> None:
-    rng = random.Random(seed)
-    graph = random_training_graph(rng)
-    profile = random_profile(rng, graph)
-    problem = Problem(graph, profile, single_budget(least_bytes(graph) + 2 * PAGE))
-    state, sample = make("best", problem, 0), SAMPLE * make(SAMPLED[-1], problem, 0).evaluations
-    assert isinstance(state, Portfolio)
-    least: dict[str, float] = {}
-    spent = 0
-    while spent < sample:
-        asked = state.ask()
-        costs = [state.evaluate(c, 0.0) for c in asked]
-        state.tell(asked, costs)
-        name = state.found_by(asked[0])
-        least[name] = min(least.get(name, math.inf), *(c.latency_s for c in costs), math.inf)
-        spent += len(asked) if name.startswith(SAMPLED[-1]) else 0
-    order = BY_WEIGHTS if least[QUICKEST + BY_WEIGHTS] < least[QUICKEST] else ""
-    sampled = [f"{name}{order}" for name in SAMPLED]
-    assert list(least) == [QUICKEST, QUICKEST + BY_WEIGHTS, *CHAIN_MEMBERS, *sampled]
-    # `interval` has tried all its rates, so that the other goes on.
-    assert state.found_by(state.ask()[0]) == sampled[-1]
-
-
-@settings(max_examples=15, deadline=None, derandomize=True)
-@given(seed=seeds)
-def test_best_ends_at_the_bound_or_when_no_member_has_more_to_try(seed: int) -> None:
-    state, spent, least_s = make("best", counted_problem(seed), 0), 0, math.inf
-    assert isinstance(state, Portfolio)
-    while spent <= state.evaluations:
-        asked = state.ask()
-        if not asked:
-            break
-        costs = [state.evaluate(c, 0.0) for c in asked]
-        state.tell(asked, costs)
-        least_s = min(least_s, *(c.latency_s for c in costs))
-        spent += len(asked)
-    is_at_bound = least_s <= counted_problem(seed).bound_s * (1 + AT_BOUND)
-    assert is_at_bound or spent > state.evaluations or not any(m.searcher.ask() for m in state._members)
 
 
 @pytest.mark.long

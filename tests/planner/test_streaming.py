@@ -1,33 +1,19 @@
-"""Parts of the streaming search: the page map against arrays of pages; residents, copies and moves by hand."""
+"""Parts of the streaming search by hand: holes, residents, copies and moves."""
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from cohabit.planner.arrays import Floats, GraphArrays, Ints
+from cohabit.planner.arrays import GraphArrays
 from cohabit.planner.genetic.searcher import Genetic
 from cohabit.planner.genetic.walk import critical, walk
 from cohabit.planner.layout.feasible import Footprint
 from cohabit.planner.memory import Memory
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.streaming import residents
-from cohabit.planner.streaming.page_map import (
-    NO_MORE,
-    NOWHERE,
-    Hole,
-    PageMap,
-    empty_page_map,
-    find_free,
-    find_hole,
-    put,
-    remove,
-    tidy,
-    use,
-)
+from cohabit.planner.streaming.page_map import NOWHERE, Hole, empty_page_map, find_hole, put, remove, use
 from cohabit.planner.streaming.stream import (
     KEPT,
     RELEASED,
@@ -40,142 +26,18 @@ from cohabit.planner.streaming.stream import (
 from cohabit.planner.streaming.workload import Workload
 from tests.support.planner.graphs import PAGE, chain, profile_of
 
-PARTITION, WINDOW, PARAMETERS, OPS = 9, 7, 6, 12
-FREE, BORDER = -1, -2
 
-
-@dataclass
-class Pages:
-    """The same memory page by page: what is in each, and which op used it last."""
-
-    owner: list[int] = field(default_factory=lambda: [FREE] * PARTITION + [BORDER] + [FREE] * WINDOW)
-    last: list[int] = field(default_factory=lambda: [-1] * (PARTITION + 1 + WINDOW))
-
-    def put(self, parameter: int, first: int, count: int) -> int:
-        latest = max(self.last[first : first + count])
-        displaced = {*self.owner[first : first + count]}
-        self.owner = [FREE if owner in displaced and owner >= 0 else owner for owner in self.owner]
-        self.owner[first : first + count] = [parameter] * count
-        self.last[first : first + count] = [latest] * count
-        return latest
-
-    def use(self, parameter: int, op: int) -> None:
-        used = [owner == parameter for owner in self.owner]
-        self.last = [op if by_op else last for by_op, last in zip(used, self.last, strict=True)]
-
-    def is_open(self, page: int, op: int, locked: Ints) -> bool:
-        owner = self.owner[page]
-        return self.last[page] < op and owner != BORDER and (owner < 0 or locked[owner] < op)
-
-    def open_run(self, page: int, op: int, locked: Ints) -> int:
-        """How many open pages lie side by side around this one."""
-        low = high = page
-        while low and self.is_open(low - 1, op, locked):
-            low -= 1
-        while high < len(self.owner) and self.is_open(high, op, locked):
-            high += 1
-        return high - low
-
-
-def starts(memory: PageMap, count: int) -> list[int]:
-    """Where a range of so many pages begins or ends with an item."""
-    begin = memory.begin[: memory.items[0] + 1].tolist()
-    found = [page for a, b in pairwise(begin) for page in (a, b - count)]
-    return [page for page in found if 0 <= page <= begin[-1] - count]
-
-
-def check_hole(memory: PageMap, pages: Pages, count: int, locked: Ints, hole: Hole) -> int:
-    """The hole that is found is the best of all, by trying them."""
-
-    def rank_of(page: int) -> tuple[float, float]:
-        latest = max(pages.last[page : page + count])
-        distance = page - hole.cursor if page >= hole.cursor else page - hole.cursor + len(pages.last) + 1
-        rank = (latest, pages.open_run(page, hole.op, locked), distance)[hole.fit]
-        return max(hole.op_end_s[latest + 1] - hole.link_s, 0.0), rank
-
-    found = find_hole(memory, count, locked, hole)
-    holes = [p for p in starts(memory, count) if all(pages.is_open(p + i, hole.op, locked) for i in range(count))]
-    assert (found in holes) if holes else (found == NOWHERE)
-    if holes:
-        assert rank_of(found) == min(map(rank_of, holes))
-    return found
-
-
-def check_room(memory: PageMap, pages: Pages, count: int, op: int, next_use: Ints, early: Ints) -> None:
-    """The contents that are given up for an op are those that are needed last, of all that can be."""
-
-    def worth_of(page: int) -> tuple[int, int]:
-        owners = {owner for owner in pages.owner[page : page + count] if owner != FREE}
-        if BORDER in owners or any(early[owner] > op for owner in owners):
-            return -1, 0
-        latest = max(pages.last[page : page + count])
-        return min((int(next_use[owner]) for owner in owners), default=NO_MORE), -latest
-
-    found = find_free(memory, count, op, next_use, early)
-    rooms = [page for page in starts(memory, count) if worth_of(page)[0] > op > -worth_of(page)[1]]
-    assert (found in rooms) if rooms else (found == NOWHERE)
-    if rooms:
-        assert worth_of(found) == max(map(worth_of, rooms))
-
-
-def check_tidy(memory: PageMap, pages: Pages, next_use: Ints, op_end_s: Floats, link_s: float) -> None:
-    """What nothing needs and is free in time is joined; the rest stays as it is."""
-    dead = [
-        (owner == FREE or (owner >= 0 and next_use[owner] >= NO_MORE)) and op_end_s[last + 1] <= link_s
-        for owner, last in zip(pages.owner, pages.last, strict=True)
-    ]
-    runs = [0]
-    for a, b in pairwise(dead):
-        runs.append(runs[-1] if a and b else runs[-1] + 1)
-    joined = [max(last for other, last in zip(runs, pages.last, strict=True) if other == run) for run in runs]
-    pages.owner = [FREE if d else owner for d, owner in zip(dead, pages.owner, strict=True)]
-    pages.last = [j if d else last for d, j, last in zip(dead, joined, pages.last, strict=True)]
-    tidy(memory, next_use, op_end_s, link_s)
-    assert_equal(memory, pages)
-    begin = memory.begin.tolist()
-    assert not any(dead[begin[i]] and dead[begin[i + 1]] for i in range(int(memory.items[0]) - 1))
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_page_map_is_what_an_array_of_pages_is(seed: int) -> None:
-    rng = random.Random(seed)
-    size = [rng.randint(1, 4) for _ in range(PARAMETERS)]
-    memory, pages = empty_page_map(PARTITION, WINDOW, PARAMETERS, 64), Pages()
-    op_end_s = np.cumsum([0.0] + [rng.choice((0.0, 0.5, 2.0)) for _ in range(OPS)])
-    for op in range(OPS):
-        for _ in range(4):
-            p = rng.randrange(PARAMETERS)
-            locked = np.array([rng.choice((-1, op - 1, op, op + 1)) for _ in range(PARAMETERS)])
-            next_use = np.array([rng.choice((op + 1, op + 3, NO_MORE)) for _ in range(PARAMETERS)])
-            early = np.array([rng.choice((-1, -1, op, op + 1)) for _ in range(PARAMETERS)])
-            cursor = rng.randrange(PARTITION + WINDOW)
-            hole = Hole(op, op_end_s, rng.choice((0.0, 1.0, 5.0)), rng.randrange(3), cursor)
-            found = check_hole(memory, pages, size[p], locked, hole)
-            check_room(memory, pages, size[p], op, next_use, early)
-            if memory.where[p] < 0:
-                ends = len(pages.last) - size[p] + 1
-                anywhere = [page for page in range(ends) if not page <= PARTITION < page + size[p]]
-                page = rng.choice([rng.choice(anywhere), found if found >= 0 else anywhere[0]])
-                assert put(memory, p, page, size[p]) == pages.put(p, page, size[p])
-            elif rng.random() < 0.5:
-                use(memory, p, op)
-                pages.use(p, op)
-            else:
-                remove(memory, p)
-                pages.owner = [FREE if owner == p else owner for owner in pages.owner]
-            assert_equal(memory, pages)
-        next_use = np.array([rng.choice((op + 1, NO_MORE)) for _ in range(PARAMETERS)])
-        check_tidy(memory, pages, next_use, op_end_s, float(op_end_s[op]))
-
-
-def assert_equal(memory: PageMap, pages: Pages) -> None:
-    begin, what = memory.begin.tolist(), memory.what.tolist()
-    last, items = memory.last.tolist(), int(memory.items[0])
-    owner = [what[i] for i in range(items) for _ in range(begin[i], begin[i + 1])]
-    assert owner == pages.owner
-    assert [last[i] for i in range(items) for _ in range(begin[i], begin[i + 1])] == pages.last
-    where = [pages.owner.index(p) if p in pages.owner else NOWHERE for p in range(PARAMETERS)]
-    assert memory.where.tolist() == where
+@pytest.mark.parametrize(("fit", "first_page"), [(0, 0), (1, 4), (2, 7)])
+def test_each_rule_finds_its_hole(fit: int, first_page: int) -> None:
+    """Of pages 0 to 2, idle longest; 4 and 5, the tightest; 7 to 9, the next after the last copy."""
+    memory = empty_page_map(10, 0, 5, 32)
+    for parameter, page, pages, op in ((0, 0, 3, 0), (1, 3, 1, 2), (2, 4, 2, 1), (3, 6, 1, 2), (4, 7, 3, 1)):
+        put(memory, parameter, page, pages)
+        use(memory, parameter, op)
+    for parameter in (0, 2, 4):
+        remove(memory, parameter)
+    locked = np.array([-1, 3, -1, 3, -1])
+    assert find_hole(memory, 2, locked, Hole(3, np.zeros(5), 0.0, fit, 7)) == first_page
 
 
 def workload(

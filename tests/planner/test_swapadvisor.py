@@ -24,10 +24,9 @@ from cohabit.planner.genetic.schedules import (
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.papers.swapadvisor.allocations import Allocation, AllocationSpace, raised, shrink
-from cohabit.planner.papers.swapadvisor.evolution import fastest
 from cohabit.planner.papers.swapadvisor.pool_schedule import schedule_of_pool
 from cohabit.planner.papers.swapadvisor.pools import MemoryPool, object_bytes, pool_of, uses_of
-from cohabit.planner.papers.swapadvisor.searcher import Chromosome, SwapAdvisor
+from cohabit.planner.papers.swapadvisor.searcher import Chromosome, SwapAdvisor, fastest
 from cohabit.planner.plan import Plan, SwapIn, SwapOut
 from cohabit.planner.problem import UNFIT, Cost, Limit, Problem
 from cohabit.planner.profile import Profile
@@ -341,7 +340,7 @@ def test_an_elitist_population_evolves() -> None:
     for _ in range(16):
         candidates = searcher.ask()
         searcher.tell(candidates, [searcher.evaluate(c, 0.0) for c in candidates])
-        living.append([searcher.seconds(c) for _, c in searcher.living])
+        living.append([searcher.problem.seconds(c) for _, c in searcher.living])
     means, bests = [[f(g) for g in living if g] for f in (np.mean, min)]
     for course in (means, bests):
         assert sorted(course, reverse=True) == course

@@ -1,4 +1,4 @@
-"""`cohabit tile`: shows and runs the tiling of a program."""
+"""`cohabit tile`: shows the tiling of a program, and runs it."""
 
 import re
 from pathlib import Path

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from cohabit.planner.papers.beaumont.grouping import turn
 from cohabit.planner.problem import Problem
-from cohabit.planner.schedule.gaps import Choice, Gap, Gaps
+from cohabit.planner.schedule.gaps import Gap, Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import require_counted, serial_schedule
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT, Action, Schedule, columns, counted
@@ -53,7 +53,7 @@ class Baseline(Searcher[int]):
 
     def _schedule_of_choices(self, choices: Iterable[int]) -> Schedule | None:
         """Return the schedule of one choice per gap, with copies as early as memory allows."""
-        return schedule_of_choices(self.problem, self._gaps, [Choice(c) for c in choices], delayed=True)
+        return schedule_of_choices(self.problem, self._gaps, choices, delayed=True)
 
     def _schedule_of(
         self, program: Sequence[int], away: Mapping[int, int], stays: Collection[int] = ()

@@ -8,15 +8,13 @@ Here a stage is an op. Prefetches are issued as early as memory allows, as in `n
 stage. Copies in and out have a channel each. The model ignores fragmentation and slowdowns between ops and copies.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
-from cohabit.planner.arrays import Floats, Ints
+from cohabit.planner.arrays import GraphArrays, Ints
 from cohabit.planner.compiled import compiled
-from cohabit.planner.profile import Profile
 from cohabit.planner.schedule.alap import CHANGES, NEEDED, WRITES, AlapSequence, Codes, Tables, alap
-from cohabit.planner.schedule.gaps import Gaps
 from cohabit.planner.schedule.no_wait import with_earliest_swap_ins
 from cohabit.planner.schedule.table import COMPUTE, DROP, SWAP_IN, SWAP_OUT
 
@@ -27,25 +25,8 @@ COPYING: Final = 1e-3
 """Fraction of the copies' time that counts even if hidden: among equal choices, those that copy less are better."""
 
 
-class Seconds(NamedTuple):
-    """Times of ops (by position) and of copies (by tensor)."""
-
-    op: Floats
-    swap_in: Floats
-    swap_out: Floats
-
-
-def seconds(gaps: Gaps, profile: Profile) -> Seconds:
-    tensors = gaps.graph.tensors
-    return Seconds(
-        np.array(profile.op_seconds),
-        np.array([profile.swap_in_seconds(t) for t in tensors]),
-        np.array([profile.swap_out.seconds(t.nbytes) for t in tensors]),
-    )
-
-
 @compiled
-def evaluate(t: Tables, times: Seconds, choices: Codes, memory_bytes: int) -> float:
+def evaluate(t: Tables, g: GraphArrays, choices: Codes, memory_bytes: int) -> float:
     """Return the seconds of an iteration, plus a little for its copies; TOO_MUCH_S or more if choices do not fit."""
     made = alap(t, choices)
     if not len(made.held):
@@ -54,12 +35,12 @@ def evaluate(t: Tables, times: Seconds, choices: Codes, memory_bytes: int) -> fl
     if peak_bytes > memory_bytes:
         return float(TOO_MUCH_S * peak_bytes / memory_bytes)
     order = with_earliest_swap_ins(made, t.nbytes, memory_bytes)
-    total_s, copying_s = overhead(t, times, made, order, memory_bytes)
+    total_s, copying_s = overhead(t, g, made, order, memory_bytes)
     return float(total_s + COPYING * copying_s)
 
 
 @compiled
-def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_bytes: int) -> tuple[float, float]:
+def overhead(t: Tables, g: GraphArrays, made: AlapSequence, order: Ints, memory_bytes: int) -> tuple[float, float]:
     """Run Algorithm 2 over the actions of a sequence that fits in memory, in this order.
 
     Returns the time of an iteration, and that of all copies, hidden or not.
@@ -67,7 +48,7 @@ def overhead(t: Tables, times: Seconds, made: AlapSequence, order: Ints, memory_
     """
     start, ids, nbytes, scratch_bytes = t.start, t.ids, t.nbytes, t.scratch_bytes
     verb, what = made.verb, made.what
-    op_s, in_s, out_s = times.op, times.swap_in, times.swap_out
+    op_s, in_s, out_s = g.op_s, g.swap_in_s, g.swap_out_s
     there_s, used_s, saved_s = np.zeros(len(nbytes)), np.zeros(len(nbytes)), np.zeros(len(nbytes))
     # Released bytes, and when they are free: [0] of tensors being copied out, [1] others; each in order of time.
     free_s, freed_bytes = np.empty((2, len(verb))), np.empty((2, len(verb)), np.int64)

@@ -25,10 +25,10 @@ import numpy as np
 
 from cohabit.planner.arrays import Ints
 from cohabit.planner.compiled import compiled
-from cohabit.planner.papers.home.cost import evaluate, seconds
+from cohabit.planner.papers.home.cost import evaluate
 from cohabit.planner.problem import Cost, Problem
 from cohabit.planner.schedule.alap import KEEP, SWAP, Codes, Tables, alap, tables
-from cohabit.planner.schedule.gaps import Choice, Gaps
+from cohabit.planner.schedule.gaps import Gaps
 from cohabit.planner.schedule.no_wait import schedule_of_choices
 from cohabit.planner.schedule.serial import require_counted, serial_schedule
 from cohabit.planner.schedule.table import COMPUTE, SWAP_IN, Schedule
@@ -61,7 +61,6 @@ class ParticleSwarm(Searcher[bytes]):
         self._gaps = Gaps(problem.graph)
         self._lean = np.full(len(self._gaps.all), SWAP, np.int8)
         self._rng = np.random.default_rng(seed)
-        self._seconds = seconds(self._gaps, problem.profile)
         self._score_s: dict[bytes, float] = {}
         self._steps = self._search()
 
@@ -71,7 +70,7 @@ class ParticleSwarm(Searcher[bytes]):
 
     def _schedule(self, candidate: bytes) -> Schedule | None:
         """If everything is swapped, falls back on the serial schedule instead of None."""
-        made = schedule_of_choices(self.problem, self._gaps, [Choice(code) for code in candidate], delayed=True)
+        made = schedule_of_choices(self.problem, self._gaps, candidate, delayed=True)
         if made is None and candidate == self._lean.tobytes():
             made = serial_schedule(self.problem)
         return made
@@ -119,7 +118,7 @@ class ParticleSwarm(Searcher[bytes]):
         return decided if len(decided) <= most else np.sort(self._rng.choice(decided, most, replace=False))
 
     def _cost(self, particle: Codes) -> float:
-        return evaluate(tables(self._gaps), self._seconds, particle, self.problem.memory.nbytes)
+        return evaluate(tables(self._gaps), self.problem.arrays, particle, self.problem.memory.nbytes)
 
     def _simulated_s(self, particle: Codes) -> float:
         return self._score_s.get(particle.tobytes(), math.inf)

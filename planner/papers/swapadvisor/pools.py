@@ -38,14 +38,11 @@ class OpUses(NamedTuple):
     size: Ints
     """Index of each tensor in `TensorSizes.nbytes`, or NO_SIZE; shape [tensors]."""
     kind: Ints
-    nbytes: Ints
     in_s: Floats
     out_s: Floats
     op_s: Floats
     inputs: Ints
     outputs: Ints
-    compute_slowdown: float
-    swap_slowdown: float
 
 
 @dataclass(frozen=True)
@@ -99,14 +96,11 @@ def uses_of(graph: Graph, profile: Profile) -> tuple[OpUses, TensorSizes]:
         scratch=ints(index[op.scratch_bytes] for op in graph.ops),
         size=ints(index[t.nbytes] if i in held else NO_SIZE for i, t in enumerate(tensors)),
         kind=ints(kinds.get(t.kind, VALUE) for t in tensors),
-        nbytes=ints(t.nbytes for t in tensors),
         in_s=np.array([profile.swap_in_seconds(t) for t in tensors]),
         out_s=np.array([profile.swap_out.seconds(t.nbytes) for t in tensors]),
         op_s=np.array(profile.op_seconds),
         inputs=ints(i for i in sorted(held) if tensors[i].kind == "input"),
         outputs=ints(i for i in dict.fromkeys(graph.outputs) if i in held),
-        compute_slowdown=profile.compute_slowdown,
-        swap_slowdown=profile.swap_slowdown,
     )
     return uses, _sizes(uses, order, [alignment[n] for n in order], sorted(held))
 

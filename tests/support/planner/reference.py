@@ -126,14 +126,9 @@ def peak_bytes(graph: Graph, plan: Plan, kinds: Sequence[TensorKind] = ALL_KINDS
 
 def sequence_peak_bytes(graph: Graph, actions: Sequence[tuple[int, int]], residents: Collection[int]) -> int:
     """Most bytes in memory at once, scratch included, where everything is counted."""
-    return max(sequence_held_bytes(graph, actions, residents), default=0)
-
-
-def sequence_held_bytes(graph: Graph, actions: Sequence[tuple[int, int]], residents: Collection[int]) -> list[int]:
-    """Bytes in memory during each action, scratch included."""
     size = aligned_bytes(graph)
     held = sum(size[t] for t in (*graph.inputs, *residents))
-    found = []
+    most = 0
     for verb, what in actions:
         scratch = 0
         if verb == COMPUTE:
@@ -141,7 +136,7 @@ def sequence_held_bytes(graph: Graph, actions: Sequence[tuple[int, int]], reside
             scratch = aligned_scratch_bytes(graph, what)
         elif verb == SWAP_IN:
             held += size[what]
-        found.append(held + scratch)
+        most = max(most, held + scratch)
         if verb == DROP:
             held -= size[what]
-    return found
+    return most
