@@ -100,7 +100,7 @@ class LazyArray(NDArrayOperatorsMixin):
             f"the values of {self!r} are needed while the program is captured; control flow may not depend on values"
         )
 
-    __bool__ = __float__ = __int__ = __iter__ = __index__ = __array__
+    __bool__ = __float__ = __int__ = __iter__ = __index__ = __complex__ = __array__
 
     def __pow__(self, other: Any) -> Any:  # ndarrays have special cases, such as a square root, that np.power lacks
         return _recorded(operator.pow, (self, other), {})
@@ -285,7 +285,7 @@ def _recorded(
     if function in VIEWS:
         return _view(request.arrays[0], described, lambda array: _called(request, [array]))
     template = _replaced(request, map(Input, range(len(request.arrays))))
-    shapes = sample_shapes([a.shape for a in request.arrays])
+    shapes = sample_shapes([a.shape for a in request.arrays], in_half=True)  # the larger ones
     key = (function, repr(template), tuple((s, a.dtype) for s, a in zip(shapes, request.arrays, strict=True)))
     if key not in _TRIALS:
         _TRIALS[key] = _trial(request, rules)
@@ -304,28 +304,29 @@ def _trial(request: _Request, rules: Sequence[_Rule]) -> tuple[_Rule, np.dtype[A
     """Return the first rule whose operators give what NumPy's own call gives, and the type of the result."""
     true_shapes, dtypes = [a.shape for a in request.arrays], [a.dtype for a in request.arrays]
 
-    shapes = sample_shapes(true_shapes)
-
-    def samples(kind: str) -> list[np.ndarray]:
+    def samples(kind: str, in_half: bool) -> list[np.ndarray]:
+        shapes = sample_shapes(true_shapes, in_half)
         return [sample(kind, *given, seed) for seed, given in enumerate(zip(shapes, dtypes, strict=True))]
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        plain = samples("plain", in_half=False)
         try:
-            result = _called_on_samples(request, samples("plain"))
+            result = _called_on_samples(request, plain)
         except _ChangesArguments as error:
             return str(error)
         except Exception as error:
-            if type(error) is ValueError and shapes != true_shapes:
+            if type(error) is ValueError and [p.shape for p in plain] != true_shapes:
                 return "NumPy refuses these shapes"  # its message has the samples'
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if not isinstance(result, np.ndarray | np.generic):
             return f"the result is not an array, but {type(result).__name__}"
+        in_half = np.float16 in (result.dtype, *dtypes)
         reason = "lazy arrays have no such call"
         for rule in rules:
             try:
                 for kind in KINDS[:1] if rule is _whole else KINDS:
-                    arrays = samples(kind)
+                    arrays = samples(kind, in_half)
                     asked = request.repeated([newarray(a) for a in arrays])
                     found = rule(_Request(asked.function, asked.args, asked.options, result.dtype)).expression
                     if kind in EXTREMES and is_never_split(found):  # NumPy's own call in any case
@@ -445,10 +446,10 @@ def _lazy(operator: Operator, inputs: Sequence[LazyArray], shape: Shape, dtype: 
         raise UnsupportedExpression(f"an array of shape {shape}: tiled arrays have at most two axes")
     if 0 in shape:
         raise UnsupportedExpression(f"an array of shape {shape}: tiled arrays have elements")
-    if not (dtype.kind in "biu" or dtype in (np.float32, np.float64)) or not dtype.isnative:
+    if dtype.kind not in "biufc" or dtype.itemsize > (16 if dtype.kind == "c" else 8) or not dtype.isnative:
         raise UnsupportedExpression(
-            f"an array of {dtype}: tiled arrays have booleans, integers, and real numbers of 32 or 64 bits, in this"
-            " machine's byte order"
+            f"an array of {dtype}: tiled arrays have booleans, integers, and real or complex numbers of at most 64 bits"
+            " a part, in this machine's byte order"
         )
     return LazyArray(Expression(operator, tuple(x.expression for x in inputs), shape, np.dtype(dtype), name))
 
@@ -460,9 +461,10 @@ def _options(request: _Request, *without: str) -> dict[str, Any]:
 
 
 def _mean(request: _Request) -> Any:
-    """Divide a sum; integers are summed as floating-point numbers, as NumPy does."""
+    """Divide a sum; half precision and integers are summed in wider types, as NumPy does."""
     x = request.array
-    dtype = request.arguments.get("dtype") or (np.float64 if x.dtype.kind in "biu" else x.dtype)
+    wide = np.float64 if x.dtype.kind in "biu" else np.float32 if x.dtype == np.float16 else x.dtype
+    dtype = request.arguments.get("dtype") or wide
     total: Any = np.sum(x, dtype=dtype, **_options(request, "dtype"))
     return (total / (x.size // total.size)).astype(request.dtype)
 
@@ -471,7 +473,7 @@ def _variance(request: _Request) -> Any:
     x, options = request.array, _options(request, "dtype", "ddof", "correction")
     dtype = request.arguments.get("dtype") or (np.float64 if x.dtype.kind in "biu" else x.dtype)
     deviation = x - np.mean(x, dtype=dtype, **{**options, "keepdims": True})
-    total: Any = np.sum(np.square(deviation), **options)
+    total: Any = np.sum(np.square(np.abs(deviation)), **options)
     ddof = request.arguments.get("correction", request.arguments.get("ddof", 0))
     return total / (x.size // total.size - ddof)
 
@@ -503,7 +505,7 @@ def _outer(request: _Request) -> Any:
 
 
 FUNCTIONS: dict[Callable[..., Any], Sequence[_Rule]] = {
-    **{f: [_map] for f in (np.where, np.clip, np.round, np.nan_to_num)},
+    **{f: [_map] for f in (np.where, np.clip, np.round, np.real, np.imag, np.nan_to_num)},
     **{f: [_map] for f in (np.ndarray.astype, operator.pow)},
     np.sum: _fold(np.add),
     np.min: _fold(np.minimum),

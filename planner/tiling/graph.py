@@ -71,24 +71,29 @@ class TilingGraph:
     """The tiling graph of some outputs for `workers` workers.
 
     `extra_bytes` limits each worker's memory for copies; None allows a tenth of its share of the inputs. `thesis`
-    selects the thesis' model: rows, columns and duplicates only, Figure 2.5's rule for dot, logical bytes.
+    selects the thesis' model: rows, columns and duplicates only, Figure 2.5's rule for dot, logical bytes. With
+    `frees_results`, only copies of inputs count against the limit; copies of results are short-lived.
     """
 
     outputs: tuple[Expression, ...]
     workers: int
     extra_bytes: int | None = None
     thesis: bool = False
+    frees_results: bool = False
 
     @staticmethod
-    def of(outputs: object, workers: int, extra_bytes: int | None = None, *, thesis: bool = False) -> "TilingGraph":
-        """Return the graph of one or several lazy arrays. Raises UnsupportedExpression for anything else."""
+    def of(outputs: object, workers: int, extra_bytes: int | None = None, **model: bool) -> "TilingGraph":
+        """Return the graph of one or several lazy arrays; `model` has `thesis` or `frees_results`.
+
+        Raises UnsupportedExpression for anything else.
+        """
         expressions = []
         for array in outputs if isinstance(outputs, Sequence) else (outputs,):
             expression = getattr(array, "expression", None)
             if not isinstance(expression, Expression):
                 raise UnsupportedExpression(f"{array!r:.60} is not a lazy array; make arrays with newarray")
             expressions.append(expression)
-        return TilingGraph(tuple(expressions), workers, extra_bytes, thesis)
+        return TilingGraph(tuple(expressions), workers, extra_bytes, **model)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -169,6 +174,8 @@ class TilingGraph:
         copies = {} if self.thesis else {whole: size - size // self.workers}
         if {"row", "column"} <= {t.name for t in tiled}:
             copies[Tiling("duplicated", (forms["row"], forms["column"]))] = size // self.workers
+        if self.frees_results and not isinstance(expression.operator, NewArray):
+            copies = dict.fromkeys(copies, 0)
         return tiled | {tiling: extra for tiling, extra in copies.items() if extra <= self.limit_bytes}
 
     def _fills(self, expression: Expression, form: Form) -> bool:
