@@ -1,5 +1,11 @@
-"""Linear programs built row by row, with bounds on the value that hold at any accuracy of the solver."""
+"""Linear programs built row by row, with bounds on the value that hold at any accuracy of the solver.
 
+Branching trusts the solver where it finds that a branch has no solution.
+"""
+
+import math
+from collections.abc import Mapping
+from heapq import heappop, heappush
 from typing import Final
 
 import numpy as np
@@ -8,6 +14,13 @@ from cohabit.planner.arrays import Bools, Floats, Ints
 
 SAFETY: Final = 1e-9
 """Relative error of adding up the bound in floating point, with a margin."""
+_INFEASIBLE: Final = 2
+"""Status of scipy's solvers."""
+WHOLE: Final = 1e-6
+"""Distance from 0 or 1 up to which a value counts as whole."""
+MOST_ENTRIES: Final = 4_000
+"""Maximum number of matrix entries in all linear programs that are solved for one bound, besides the first. Each takes
+milliseconds, and every search has a bound."""
 
 
 class LinearProgram:
@@ -47,8 +60,41 @@ class LinearProgram:
         """Add a constant to the left side of each row."""
         self._constants.append((rows, value))
 
-    def solve(self) -> tuple[float, Floats] | None:
-        """Return a lower bound on the value of all solutions, and the best one; None if the solver finds none.
+    def least_whole(self, whole: Ints) -> tuple[float, Floats] | None:
+        """Return a lower bound on all solutions in which the variables `whole` are 0 or 1, and the solution in which
+        they may be fractions; None if the solver finds none.
+
+        Branches on the node with the least bound, so that the least of all open nodes is a bound at any time. Stops
+        after MOST_ENTRIES.
+        """
+        root = self.solve()
+        if root is None or math.isinf(root[0]):
+            return None
+        entries = max(sum(len(rows) for rows, _, _ in self._entries), 1)
+        nodes, count, left = [(root[0], 0, root[1], dict[int, float]())], 1, MOST_ENTRIES // (2 * entries)
+        while left > 0:
+            bound, _, values, fixed = nodes[0]
+            fraction = np.abs(values[whole] - np.rint(values[whole]))
+            if not len(whole) or fraction.max() <= WHOLE:
+                break
+            column = int(whole[fraction.argmax()])
+            solved = [(value, self.solve({**fixed, column: value})) for value in (0.0, 1.0)]
+            if any(found is None for _, found in solved):
+                break
+            heappop(nodes)
+            for value, found in solved:
+                if found is not None and math.isfinite(found[0]):
+                    heappush(nodes, (max(bound, found[0]), count, found[1], {**fixed, column: value}))
+                    count += 1
+            if not nodes:
+                return None
+            left -= 1
+        return nodes[0][0], root[1]
+
+    def solve(self, fixed: Mapping[int, float] | None = None) -> tuple[float, Floats] | None:
+        """Return a lower bound on the value of all solutions with these values of variables, and the best solution.
+
+        The bound is infinite if there is no solution. Returns None if the solver gives up.
 
         The bound comes from the dual solution and holds even if that is inaccurate: any factors (nonnegative for
         inequalities) prove a bound if every variable is bounded (Neumaier and Shcherbina 2004).
@@ -57,6 +103,8 @@ class LinearProgram:
         from scipy.sparse import csr_array
 
         low, high, cost = (np.concatenate(parts) for parts in (self._low, self._high, self._cost))
+        for column, value in (fixed or {}).items():
+            low[column] = high[column] = value
         right, equal = np.concatenate(self._right), np.concatenate(self._equal)
         for rows, constants in self._constants:
             np.subtract.at(right, rows, constants)
@@ -72,6 +120,8 @@ class LinearProgram:
             bounds=np.stack([low, high], axis=1),
             method="highs",
         )
+        if result.status == _INFEASIBLE:
+            return math.inf, result.x
         if result.status != 0:
             return None
         price = np.empty(self._rows)

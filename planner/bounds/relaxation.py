@@ -117,7 +117,7 @@ def _relax(
     relaxation = _Relaxation(chain, free_bytes, largest_sum(stored, resident_bytes), memory_bytes)
     for ops_s, tensors in excluded:
         relaxation.keep_apart(ops_s, tensors)
-    solved = relaxation.program.solve()
+    solved = relaxation.program.least_whole(relaxation.whole)
     if solved is None:
         return None
     latency_s, values = solved
@@ -154,6 +154,8 @@ class _Relaxation:
         self._kept = p.variables(
             len(intervals), 0, 1 - np.array(cannot_stay, dtype=np.float64), cost=-TIE_BREAK * late * self._copy_s
         )  # the first variables: `_relax` reads them by index
+        self.whole = self._kept
+        """Variables that are 0 or 1 in every plan: a tensor is kept whole, or not."""
         self._again = self._shares_again()
         self._wait_s = p.variables(last, 0, self._most_s, cost=1)  # waits in window i, beyond its ops
         self._ahead_s = self._spent_ahead()

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from cohabit.planner.arrays import GraphArrays
-from cohabit.planner.bounds import relaxation
+from cohabit.planner.bounds import linear, relaxation
 from cohabit.planner.bounds.relaxation import latency_bound, relax
 from cohabit.planner.check import check
 from cohabit.planner.graph import Graph, Op, Tensor
-from cohabit.planner.memory import single_budget
+from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.order import predecessors
 from cohabit.planner.problem import Problem
 from cohabit.planner.profile import Profile
@@ -26,6 +26,7 @@ from tests.support.planner.actions import plan_of
 from tests.support.planner.graphs import (
     PAGE,
     any_graph,
+    chain,
     parameter,
     profile_of,
     random_actions,
@@ -258,3 +259,16 @@ def test_no_random_plan_is_faster(seed: int) -> None:
         assert plan is not None
         check(graph, profile, plan)
         assert latency_bound(graph, profile, memory) <= simulate(graph, plan, profile).latency_s
+
+
+def test_where_keeping_parts_of_tensors_would_be_faster_the_bound_is_that_of_whole_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph = chain([pages * PAGE for pages in (2, 1, 5, 1, 2)])
+    profile = profile_of(graph, [1.0, 0.5, 0.5, 1.0, 2.0], bandwidth=2 * PAGE)
+    bounds_s = []
+    for most in (0, linear.MOST_ENTRIES):
+        monkeypatch.setattr(linear, "MOST_ENTRIES", most)
+        relax.cache_clear()
+        bounds_s.append(latency_bound(graph, profile, Memory(0, 9 * PAGE)))
+    assert bounds_s == pytest.approx([5.0, 5.5])
