@@ -206,6 +206,8 @@ class CompletionsApi:
         """Continue a text, for Triton's generate extension."""
         if asked.n not in (None, 1):
             raise InvalidRequest(f"n is {asked.n}; generate returns one text: send the request {asked.n} times")
+        if asked.stream and not streams:
+            raise InvalidRequest("stream is true, and generate returns the text in one piece; use generate_stream")
         with self._plane.fitting(info.key):
             document = await self._documents.of(info)
             tokenizer = await self._plane.tokenizers.of(info.name)
@@ -597,6 +599,8 @@ def _parsed(body: memoryview, of_type: type[_A]) -> tuple[_A, Sampler]:
         raise InvalidRequest(f"the request JSON has over {_MOST_LISTS} lists and objects; send fewer")
     refuse_unsupported(parse_json(body, dict[str, msgspec.Raw]), of_type)
     asked = parse_json(body, of_type)
+    if asked.stream_options is not None and not asked.stream:
+        raise InvalidRequest("stream_options need 'stream': true, which is missing")
     return asked, asked.sampler()
 
 
@@ -645,6 +649,10 @@ def _plain(message: Message) -> Message:
         kinds = {str(part.get("type") if isinstance(part, dict) else part)[:40] for part in content}
         if not kinds <= {"text"}:
             raise InvalidRequest(f"messages have parts of the kinds {', '.join(sorted(kinds))}; send text only")
+        if not all(isinstance(part.get("text"), str) for part in content):
+            raise InvalidRequest(
+                "a part of a message has no 'text', which is a string; send it, or leave the part out"
+            )
     elif content is not None and not isinstance(content, str):
         raise InvalidRequest("the content of a message is a string, a list of parts, or null")
     return message

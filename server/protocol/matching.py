@@ -116,7 +116,7 @@ def unsigned(parameters: Mapping[str, object], key: str, where: str) -> int | No
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST_UNSIGNED:
         raise InvalidRequest(
             f"parameter '{key}' of {where} must be an unsigned integer of at most {MOST_UNSIGNED}, got"
-            f" {str(value)[:40]}"
+            f" {value!r:.40}"
         )
     return value
 

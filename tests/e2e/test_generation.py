@@ -463,6 +463,7 @@ def test_seeds_repeat_a_text_and_log_probabilities_are_the_model_s(server: Runni
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "parts of the kinds image_url; send text",
         ),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a part of a message has no 'text'"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}, "top_logprobs is 3 without logprobs"),
     ],
 )

@@ -256,6 +256,7 @@ def test_a_client_that_leaves_ends_its_text(ports: Ports, steps: Steps, stream: 
             "max_tokens is 50; model 'lm' takes 40 tokens, and the prompt has 10, so that at most 31",
         ),
         ({"stream_options": {"include_usge": True}}, "include_usge"),
+        ({"stream_options": {"include_usage": True}}, "stream_options need 'stream': true"),
     ],
 )
 def test_fields_that_would_change_the_answer_are_refused_by_name(
@@ -381,6 +382,11 @@ def test_a_step_is_still_an_inference_with_plain_values(worded: Ports, steps: St
     answer = generated(worded, step)
     assert int(np.argmax(answer.json["logits"])) == 6
     assert steps.sent == [(True, [4, 5])]
+
+
+def test_generate_refuses_to_stream(worded: Ports) -> None:
+    answer = generated(worded, {"text_input": "w4 w5", "stream": True})
+    assert (answer.status, "use generate_stream" in answer.json["error"]) == (400, True)
 
 
 def test_a_model_of_tensors_still_answers_generate_with_tensors(worded: Ports) -> None:
