@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from cohabit.planner.profile import Profile
@@ -349,7 +350,7 @@ def _with_config_names(source: ModelSource, lowered: Lowered) -> Lowered:
         return lowered
     kept_inputs, kept_outputs = state_names(source.config)
     inputs, outputs = (
-        tuple(replace(port, name=names.get(port.name, port.name)) for port in ports)
+        tuple(msgspec.structs.replace(port, name=names.get(port.name, port.name)) for port in ports)
         for ports, given, kept in (
             (lowered.inputs, source.config.input, kept_inputs),
             (lowered.outputs, source.config.output, kept_outputs),
