@@ -181,7 +181,7 @@ def test_number_of_threads_makes_no_difference(searcher: str) -> None:
         together = search(problem, searcher, seed=3, limit=Limit(evaluations=400), workers=4)
         assert alone == together
         assert alone.provenance is not None
-        assert alone.provenance.evaluations > 200, "walks and generations were compared, not guesses alone"
+        assert alone.provenance.evaluations > 100, "walks and generations were compared, not guesses alone"
 
 
 @pytest.mark.parametrize("searcher", SEARCHERS)

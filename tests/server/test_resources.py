@@ -157,7 +157,7 @@ def test_code_that_was_changed_in_memory_is_kept(tmp_path: Path) -> None:
 def test_the_front_end_counts_as_it_was_when_the_server_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new engine would find less and less room beside a front end that grows."""
     monkeypatch.setattr(decide, "resident_bytes", lambda: 100 << 20)
-    started = ServeConfig(Path("models"), FixedSize(1), queue_bytes=1 << 20, frontend_bytes=50 << 20)
+    started = ServeConfig(Path("models"), FixedSize(1), queue_bytes=1 << 20, frontend_bytes=50 << 20, store="file")
     config = decode_config(encode_config(started))
     measured = decide.measure_process_memory(400 << 20, [], config)
     assert measured.base_bytes == 150 << 20

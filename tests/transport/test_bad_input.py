@@ -105,7 +105,11 @@ BAD_INPUTS: dict[str, tuple[str, list[dict[str, Any]], tuple[str, ...]]] = {
         [binary_x(True, datatype="FP64")],
         ("at most 18446744073709551615, got True",),
     ),
-    "size that is text": ("id_fp64", [binary_x("32", datatype="FP64")], ("at most 18446744073709551615, got 32",)),
+    "size that is text": (
+        "id_fp64",
+        [binary_x("32", datatype="FP64")],
+        ("at most 18446744073709551615, got '32'",),
+    ),
 }
 
 
