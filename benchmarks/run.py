@@ -80,6 +80,7 @@ COMMANDS = {
 EARLIER = {
     **dict.fromkeys(("training", "training-candidates", "predicted", "planner-home"), "95f7e81f"),
     "training-batch": "cca5d4a6",
+    "planner-served-annealing": "67cdc6fb",
 }
 """Records whose benchmarks are gone, and the last commit that has them. Each goes once another record replaces it."""
 
