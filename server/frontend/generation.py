@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -290,6 +290,16 @@ class Text:
     reused: int = 0
     """Number of the prompt's tokens that another text had computed."""
     finish_reason: Literal["stop", "length"] | None = None
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        count = len(self.prompt)
+        return {
+            "prompt_tokens": count,
+            "completion_tokens": self.generated,
+            "total_tokens": count + self.generated,
+            "prompt_tokens_details": {"cached_tokens": self.reused},
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from typing import Annotated, Any, ClassVar, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -160,34 +161,36 @@ class GenerateBody(_Asked, kw_only=True):
         return super(GenerateBody, given).stops
 
 
-class _Form:
-    """Formats a generated text for one endpoint."""
+class _Form(Protocol):
+    """Formats generated text for one endpoint."""
 
-    path = "/v1/"
-    """Path prefix that selects the error format."""
+    @property
+    def path(self) -> str:
+        """Path prefix that selects the error format."""
+        ...
 
-    def __init__(self, text: Text) -> None:
-        self.text = text
+    @property
+    def text(self) -> Text: ...
 
     def start(self) -> dict[str, Any] | None:
-        """Return the first event of a stream, before any piece."""
-        return None
+        """The first event of a stream, before any piece."""
+        ...
 
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
-        """Return the event of a piece; None if empty: an incomplete character, and token ids not requested."""
-        raise NotImplementedError
+        """Event of a piece; None if empty: an incomplete character, and token ids not requested."""
+        ...
 
     def last(self) -> dict[str, Any] | None:
-        """Return the event after the last piece of this text."""
-        return None
+        """The event after the last piece of this text."""
+        ...
 
     def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         """Yield the events after all texts, with usage if requested."""
-        return iter(())
+        ...
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        """Return the answer with this text alone."""
-        raise NotImplementedError
+        """The answer with this text alone."""
+        ...
 
 
 class CompletionsApi:
@@ -222,8 +225,8 @@ class CompletionsApi:
             tokenizer = await self._plane.tokenizers.find(info.name)
             prompts = await self._prompts(asked.prompt, info, tokenizer)
             texts = self._texts(asked, info, tokenizer, prompts, document, asked.logprobs)
-        answer = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        forms = [_Completion(text, asked, answer, index) for index, text in enumerate(texts)]
+        named = _named(asked, texts[0])
+        forms = [_Completion(text, named, index) for index, text in enumerate(texts)]
         return await self._answer(asked, forms, streams=bool(asked.stream))
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
@@ -239,8 +242,8 @@ class CompletionsApi:
             prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
             likely = (asked.top_logprobs or 0) if asked.logprobs else None
             texts = self._texts(asked, info, tokenizer, [prompt], document, likely)
-        answer = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        forms = [_Chat(text, asked, answer, index) for index, text in enumerate(texts)]
+        named = _named(asked, texts[0])
+        forms = [_Chat(text, named, index) for index, text in enumerate(texts)]
         return await self._answer(asked, forms, streams=bool(asked.stream))
 
     @asynccontextmanager
@@ -364,9 +367,10 @@ class CompletionsApi:
             answers = [form.whole(own) for form, own in zip(forms, found, strict=True)]
             if len(answers) > 1:
                 choices = [choice for answer in answers for choice in answer["choices"]]
-                answers[0] |= {"choices": choices, "usage": _usage(forms, asked.n)}
+                answers[0] |= {"choices": choices, "usage": _usage(asked, forms)}
             return json_response(answers[0])
-        events = _events(pieces, forms, asked)
+        includes_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        events = _events(pieces, forms, asked if includes_usage else None)
         return EventStream(events, await anext(events), _WRITE_S)
 
 
@@ -404,24 +408,33 @@ async def _together(
 
 
 async def _events(
-    pieces: AsyncGenerator[tuple[int, TextPiece], None], forms: Sequence[_Form], asked: _Asked
+    pieces: AsyncGenerator[tuple[int, TextPiece], None], forms: Sequence[_Form], counted: _Asked | None
 ) -> AsyncGenerator[bytes, None]:
-    """Yield the events of a stream, with usage at its end if asked for. Each text begins and ends with an event.
+    """Yield the events of a stream, with usage at its end if `counted`. Each text begins and ends with an event.
 
     Raises errors before the first piece; later errors become events.
     """
+    ended = [False] * len(forms)
+
+    def last_of(number: int) -> Iterator[bytes]:
+        ended[number] = True
+        if (last := forms[number].last()) is not None:
+            yield msgspec.json.encode(last)
+
     async with aclosing(pieces):
-        piece: tuple[int, TextPiece] | None = await anext(pieces)
+        first = await anext(pieces, None)
         for form in forms:
             if (start := form.start()) is not None:
                 yield msgspec.json.encode(start)
         try:
+            piece = first
             while piece is not None:
                 form = forms[piece[0]]
                 if (event := form.chunk(piece[1])) is not None:
                     yield msgspec.json.encode(event)
-                if form.text.finish_reason is not None and (last := form.last()) is not None:
-                    yield msgspec.json.encode(last)
+                if form.text.finish_reason is not None:
+                    for event_bytes in last_of(piece[0]):
+                        yield event_bytes
                 piece = await anext(pieces, None)
         except RequestError as error:
             yield msgspec.json.encode({"error": error_of(error, forms[0].path)})
@@ -430,134 +443,163 @@ async def _events(
             internal = Refused("EngineFailed", log_internal_error(_log, path=forms[0].path))
             yield msgspec.json.encode({"error": error_of(internal, forms[0].path)})
             return
-    with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-    for end in forms[0].end(_usage(forms, asked.n) if with_usage else None):
+    for number, has_ended in enumerate(ended):
+        if not has_ended:
+            for event_bytes in last_of(number):
+                yield event_bytes
+    for end in forms[0].end(None if counted is None else _usage(counted, forms)):
         yield end
 
 
-def _usage(forms: Sequence[_Form], each: int | None = None) -> dict[str, Any]:
-    """Return the tokens of all texts. A prompt with several texts, `each`, counts once, as in OpenAI's API."""
-    texts = [form.text for form in forms]
-    prompts = texts[:: each or 1]
-    prompt, completion = sum(len(text.prompt) for text in prompts), sum(text.generated for text in texts)
+def _usage(asked: _Asked, forms: Sequence[_Form]) -> dict[str, Any]:
+    """Return the tokens of all texts. A prompt with several texts counts once, as in OpenAI's API."""
+    each = [form.text.usage for form in forms]
+    prompt = sum(usage["prompt_tokens"] for usage in each[:: asked.n or 1])
+    completion = sum(usage["completion_tokens"] for usage in each)
+    cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in each[:: asked.n or 1])
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(text.reused for text in prompts)},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-class _OpenAiForm(_Form):
-    """The format of OpenAI's endpoints. Without a tokenizer, answers have token ids instead of text."""
+@dataclass(slots=True)
+class _Named:
+    """Common fields of answers, and the names of their tokens."""
 
-    chunk_object: ClassVar[str]
-    """`object` of a stream's events."""
+    id: str
+    model: str
+    text: Text
+    with_ids: bool
+    created: int = field(default_factory=lambda: int(time.time()))
 
-    def __init__(self, text: Text, asked: _Asked, answer: tuple[str, int], index: int) -> None:
-        """`answer` has the answer's id and time, which all of its texts share."""
-        super().__init__(text)
-        self._id, self._created = answer
-        self._model, self._index = asked.model, index
-        self._with_ids = bool(asked.return_token_ids) or not text.tokenizer
+    def answer(self, object_name: str, *choices: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": object_name,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+        }
+
+    def is_empty(self, piece: TextPiece) -> bool:
+        return not (piece.text or piece.log_probabilities is not None or self.with_ids)
+
+    def end(self, object_name: str, usage: dict[str, Any] | None) -> Iterator[bytes]:
+        if usage is not None:
+            yield msgspec.json.encode({**self.answer(object_name), "usage": usage})
+        yield b"[DONE]"
+
+    def ids(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        return {"token_ids": [piece.token for piece in pieces]} if self.with_ids else {}
+
+    def token(self, token: int) -> str:
+        return str(token) if self.text.tokenizer is None else self.text.tokenizer.name(token)
+
+    def by_name(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return log probabilities by the tokens' names. Of tokens with one name, the most likely one counts."""
+        named: dict[str, float] = {}
+        for token, value in likely:
+            named.setdefault(self.token(token), value)
+        return named
+
+    def bytes_of(self, token: int) -> list[int]:
+        tokenizer = self.text.tokenizer
+        return list(str(token).encode() if tokenizer is None else tokenizer.bytes_of(token))
+
+
+def _named(asked: _Asked, text: Text) -> _Named:
+    """Make an answer's common fields. Without a tokenizer, answers have token ids instead of text."""
+    kind = "chatcmpl" if isinstance(asked, ChatBody) else "cmpl"
+    return _Named(
+        f"{kind}-{uuid.uuid4().hex}", asked.model, text, bool(asked.return_token_ids) or not text.tokenizer
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Completion:
+    """The format of `/v1/completions`."""
+
+    text: Text
+    named: _Named
+    index: int = 0
+    path: str = "/v1/"
+
+    def start(self) -> None:
+        return None
 
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
-        is_empty = not (piece.text or piece.log_probabilities is not None or self._with_ids)
-        return None if is_empty else self._chunk(self._shown([piece]), None)
+        return None if self.named.is_empty(piece) else self._of([piece], None)
+
+    def last(self) -> dict[str, Any]:
+        reason = self.text.finish_reason
+        choice = {"index": self.index, "text": "", "logprobs": None, "finish_reason": reason}
+        return self.named.answer("text_completion", choice)
+
+    def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
+        return self.named.end("text_completion", usage)
+
+    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        return {**self._of(pieces, self.text.finish_reason), "usage": self.text.usage}
+
+    def _of(self, pieces: Sequence[TextPiece], reason: str | None) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        likely = None if self.text.likely is None else self._likely(pieces)
+        choice = {"index": self.index, "text": text, "logprobs": likely, "finish_reason": reason}
+        return self.named.answer("text_completion", choice | self.named.ids(pieces))
+
+    def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
+        found = [(piece.token, *piece.log_probabilities) for piece in pieces if piece.log_probabilities is not None]
+        return {
+            "tokens": [self.named.token(token) for token, _, _ in found],
+            "token_logprobs": [own for _, own, _ in found],
+            "top_logprobs": [self.named.by_name(likely) for _, _, likely in found],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Chat:
+    """The format of `/v1/chat/completions`."""
+
+    text: Text
+    named: _Named
+    index: int = 0
+    path: str = "/v1/"
+
+    def start(self) -> dict[str, Any]:
+        return self._chunk({"role": "assistant", "content": ""}, None)
+
+    def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
+        if self.named.is_empty(piece):
+            return None
+        answer = self._chunk({"content": piece.text}, None)
+        answer["choices"][0] |= self.named.ids([piece])
+        if self.text.likely is not None:
+            answer["choices"][0]["logprobs"] = self._likely([piece])
+        return answer
 
     def last(self) -> dict[str, Any]:
         return self._chunk({}, self.text.finish_reason)
 
     def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
-        if usage is not None:
-            yield msgspec.json.encode({**self._answer(self.chunk_object), "usage": usage})
-        yield b"[DONE]"
-
-    def _chunk(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        """Return an event with a choice that shows a part of the text."""
-        raise NotImplementedError
-
-    def _shown(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        """Return a choice's fields for pieces of text."""
-        raise NotImplementedError
-
-    def _answer(self, object_name: str, *choices: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": object_name,
-            "created": self._created,
-            "model": self._model,
-            "choices": list(choices),
-        }
-
-    def _ids(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        return {"token_ids": [piece.token for piece in pieces]} if self._with_ids else {}
-
-    def _token(self, token: int) -> str:
-        return str(token) if self.text.tokenizer is None else self.text.tokenizer.name(token)
-
-
-class _Completion(_OpenAiForm):
-    """The format of `/v1/completions`."""
-
-    chunk_object = "text_completion"
+        return self.named.end("chat.completion.chunk", usage)
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        return {**self._chunk(self._shown(pieces), self.text.finish_reason), "usage": _usage([self])}
-
-    def _chunk(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": self._index, "text": "", "logprobs": None, "finish_reason": reason}
-        return self._answer(self.chunk_object, choice | shown)
-
-    def _shown(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        text = "".join(piece.text for piece in pieces)
+        message = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
         likely = None if self.text.likely is None else self._likely(pieces)
-        return {"text": text, "logprobs": likely, **self._ids(pieces)}
+        own = {"index": self.index, "message": message, "logprobs": likely}
+        choice = own | {"finish_reason": self.text.finish_reason} | self.named.ids(pieces)
+        return {**self.named.answer("chat.completion", choice), "usage": self.text.usage}
+
+    def _chunk(self, delta: Mapping[str, str], reason: str | None) -> dict[str, Any]:
+        choice = {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason}
+        return self.named.answer("chat.completion.chunk", choice)
 
     def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        found = [(piece.token, *piece.log_probabilities) for piece in pieces if piece.log_probabilities is not None]
-        return {
-            "tokens": [self._token(token) for token, _, _ in found],
-            "token_logprobs": [own for _, own, _ in found],
-            "top_logprobs": [self._by_name(likely) for _, _, likely in found],
-        }
-
-    def _by_name(self, likely: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return log probabilities by the tokens' names. Of tokens with one name, the most likely one counts."""
-        named: dict[str, float] = {}
-        for token, value in likely:
-            named.setdefault(self._token(token), value)
-        return named
-
-
-class _Chat(_OpenAiForm):
-    """The format of `/v1/chat/completions`."""
-
-    chunk_object = "chat.completion.chunk"
-
-    def start(self) -> dict[str, Any]:
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, None)
-
-    def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        shown = self._shown(pieces)
-        message = {"role": "assistant", **shown.pop("delta")}
-        own = {"index": self._index, "message": message, "logprobs": None, "finish_reason": self.text.finish_reason}
-        return {**self._answer("chat.completion", own | shown), "usage": _usage([self])}
-
-    def _chunk(self, shown: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        choice = {"index": self._index, "delta": {}, "logprobs": None, "finish_reason": reason}
-        return self._answer(self.chunk_object, choice | shown)
-
-    def _shown(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        likely = {} if self.text.likely is None else {"logprobs": self._likely(pieces)}
-        return {"delta": {"content": "".join(piece.text for piece in pieces)}, **likely, **self._ids(pieces)}
-
-    def _likely(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        tokenizer = self.text.tokenizer
-
         def entry(token: int, value: float) -> dict[str, Any]:
-            encoded = str(token).encode() if tokenizer is None else tokenizer.bytes_of(token)
-            return {"token": self._token(token), "logprob": value, "bytes": list(encoded)}
+            return {"token": self.named.token(token), "logprob": value, "bytes": self.named.bytes_of(token)}
 
         return {
             "content": [
@@ -569,23 +611,31 @@ class _Chat(_OpenAiForm):
         }
 
 
-class _Generated(_Form):
+@dataclass(frozen=True, slots=True)
+class _Generated:
     """The format of Triton's generate extension. A stream's last event has the finish reason."""
 
-    path = "/v2/"
+    text: Text
+    id: str
+    path: str = "/v2/"
 
-    def __init__(self, text: Text, id_: str) -> None:
-        super().__init__(text)
-        self._id = id_
+    def start(self) -> None:
+        return None
 
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
         is_last = self.text.finish_reason is not None
         return self.whole([piece]) if piece.text or is_last else None
 
+    def last(self) -> None:
+        return None
+
+    def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
+        return iter(())
+
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
         info, reason = self.text.info, self.text.finish_reason
         return {
-            **({"id": self._id} if self._id else {}),
+            **({"id": self.id} if self.id else {}),
             "model_name": info.name,
             "model_version": str(info.version),
             "text_output": "".join(piece.text for piece in pieces),

@@ -291,12 +291,14 @@ def _cache_shape(model: Any) -> tuple[int, int, int]:
     return heads, size, 2 * len(cache.layers)
 
 
-def _document(folder: Path, model: Any, read: FolderTokenizer | None) -> LanguageDocument:
+def _document(folder: Path, model: Any, read: FolderTokenizer | None = None) -> LanguageDocument:
     """Return the server's data for texts, as transformers reads it from the folder.
 
-    Texts end at the end tokens of all sources: the configurations of the model and of generation, and the tokenizer.
+    `read` is the folder's tokenizer, if it has been read already. Texts end at the end tokens of all sources: the
+    configurations of the model and of generation, and the tokenizer.
     """
     own = read_object(folder / _GENERATION) if (folder / _GENERATION).is_file() else {}
+    read = read or FolderTokenizer.of(folder)
     tokenizer = None if read is None else read.own
     sources = (own.get("eos_token_id"), getattr(model.config, "eos_token_id", None))
     ends = [token for source in sources for token in (source if isinstance(source, list | tuple) else [source])]
