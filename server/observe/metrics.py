@@ -131,8 +131,12 @@ def _by_reason(name: str, text: str, counts: Callable[[ModelStatistics], Mapping
     return _metric(name, "counter", text, read)
 
 
-def _histogram(name: str, text: str, read: Callable[[MetricSource], Histogram]) -> Metric:
-    """A metric of models that have observed a value: a thousand idle ones would have megabytes of zeros."""
+def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Histogram]) -> Metric:
+    return _metric(name, "histogram", text, lambda view: [({}, value(view.report.statistics))])
+
+
+def _of_texts(name: str, text: str, read: Callable[[MetricSource], Histogram]) -> Metric:
+    """A metric of models that generate texts."""
     return _metric(name, "histogram", text, lambda view: [({}, read(view))] if any(read(view).counts) else [])
 
 
@@ -208,32 +212,27 @@ _METRICS = (
     _histogram(
         "nv_inference_first_response_histogram_ms",
         "Milliseconds from a request's arrival to its response",
-        lambda view: view.report.statistics.response_ms,
+        lambda s: s.response_ms,
     ),
-    _histogram(
+    _metric(
         "cohabit_request_seconds",
+        "histogram",
         "Seconds from a request's arrival to its answer, measured in the front end",
-        lambda view: view.times.answer,
+        lambda view: [({}, view.times.answer)],
     ),
-    _histogram(
+    _of_texts(
         "cohabit_first_token_seconds",
         "Seconds from a prompt to the first generated token",
         lambda view: view.times.first_token,
     ),
-    _histogram(
+    _of_texts(
         "cohabit_later_token_seconds",
         "Seconds between generated tokens",
         lambda view: view.times.later_token,
     ),
+    _histogram("cohabit_queue_seconds", "Queueing time of answered requests, in seconds", lambda s: s.queued),
     _histogram(
-        "cohabit_queue_seconds",
-        "Queueing time of answered requests, in seconds",
-        lambda view: view.report.statistics.queued,
-    ),
-    _histogram(
-        "cohabit_compute_seconds",
-        "Compute time of executions, including stalls, in seconds",
-        lambda view: view.report.statistics.computed,
+        "cohabit_compute_seconds", "Compute time of executions, including stalls, in seconds", lambda s: s.computed
     ),
     _counter("cohabit_swapped_bytes_total", "Bytes swapped in and out by inferences", lambda s: s.swapped_bytes),
     _counter("cohabit_stall_seconds_total", "Seconds that compute stalled on parameters", lambda s: s.stall_s),
