@@ -31,7 +31,7 @@ TOKEN = "control-token-0123456789"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def opened() -> AsyncIterator[Page]:
-    """One browser for all tests, each of which opens its own page in it."""
+    """One browser for all tests. Each test opens its own page in it."""
     async with browser() as page:
         yield page
 
