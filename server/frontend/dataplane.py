@@ -29,8 +29,9 @@ from cohabit.server.frontend.engine_client import EngineClient, infer_or_succeed
 from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.tokenizer_entries import TokenizerEntries
 from cohabit.server.frontend.tokenizers import Tokenizers
-from cohabit.server.ipc.model import ENSEMBLE, ModelInfo, ModelKey
+from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.statistics import INVALID, EngineReport
 from cohabit.server.observe.machine import Machine
@@ -82,7 +83,7 @@ class DataPlane:
         self.log_settings = LogSettings()
         self._config = config
         self._client = client
-        self._ensembles = Ensembles(client)
+        self._ensembles = Ensembles(client, TokenizerEntries(self.tokenizers, self.decode))
         self._machine = machine
         self._clock = clock
         self._times: defaultdict[ModelKey, FrontendTimes] = defaultdict(FrontendTimes)
@@ -194,7 +195,7 @@ class DataPlane:
         return descriptions.statistics(entries, counted)
 
     async def report(self) -> EngineReport:
-        """Return the engine's counters, and those of ensembles, which the front end counts."""
+        """Return the engine's counters, and those of ensembles and tokenizers, which the front end counts."""
         return self._ensembles.added_to(await self._client.report())
 
     async def metrics(self) -> bytes:
@@ -278,7 +279,7 @@ class DataPlane:
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
             request = replace(request, inputs=inputs_in(lease, request.inputs), arrived_s=time.monotonic())
-            if info.platform == ENSEMBLE:
+            if not info.has_program:
                 return await self._ensembles.infer(request, info, lease, on_spans)
             answer = await infer_or_succeed(self._client, request, info, lease, version, on_spans)
             self.tracer.executed(answer.timing)

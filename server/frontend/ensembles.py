@@ -21,13 +21,16 @@ from cohabit.server.errors import (
 )
 from cohabit.server.frontend.engine_client import EngineClient, infer_or_succeed
 from cohabit.server.frontend.memory import Lease, inputs_in
-from cohabit.server.ipc.model import ENSEMBLE, Array, ModelInfo, ModelKey
+from cohabit.server.frontend.tokenizer_entries import NO_LENGTHS, Lengths, TokenizerEntries
+from cohabit.server.ipc.model import ENSEMBLE, TOKENIZER_BACKEND, Array, ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Parameters, Request, RequestedOutput, Timing
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import REJECTIONS, EngineReport, FailureReason, ModelCounters, ModelStatistics
 from cohabit.server.observe.request_trace import CURRENT
+from cohabit.server.protocol.embedding import lengths_of
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 from cohabit.server.protocol.shared_memory import Regions, RegionUse, no_system
+from cohabit.server.triton.config_fields import truncates
 from cohabit.server.triton.ensembles import EnsembleStep, steps_of
 from cohabit.server.triton.model_config import ModelConfig
 
@@ -44,7 +47,7 @@ _NO_REGIONS = RegionUse(Regions(no_system))
 
 @dataclass(frozen=True, slots=True)
 class EnsembleFlow:
-    """Which steps of an ensemble read what which others write. Steps go by their numbers."""
+    """Which steps of an ensemble read what which others write. Steps go by their numbers. A tokenizer has none."""
 
     config: bytes
     """The configuration that it was read from."""
@@ -57,28 +60,32 @@ class EnsembleFlow:
     """Steps that read outputs of a step."""
     readers: Counter[str]
     """Number of steps that read a tensor."""
+    truncates: bool
+    """Whether a tokenizer cuts texts that are too long."""
 
     @classmethod
     def of(cls, name: str, config: bytes) -> "EnsembleFlow":
-        steps = steps_of(name, ModelConfig.FromString(config))
+        parsed = ModelConfig.FromString(config)
+        steps = steps_of(name, parsed)
         writers = {tensor: step.number for step in steps for tensor in step.outputs.values()}
         sources = {s.number: {writers[t] for t in s.inputs.values() if t in writers} for s in steps}
         followers = {step.number: [s for s in steps if step.number in sources[s.number]] for step in steps}
         readers = Counter(tensor for step in steps for tensor in set(step.inputs.values()))
-        return cls(config, steps, writers, sources, followers, readers)
+        return cls(config, steps, writers, sources, followers, readers, truncates(parsed))
 
 
 class Ensembles:
-    """The ensembles of a front end, with their counters. Event loop's thread only."""
+    """The ensembles and tokenizers of a front end, with their counters. Event loop's thread only."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, tokenizers: TokenizerEntries) -> None:
         self.client = client
+        self._tokenizers = tokenizers
         self._flows: dict[ModelKey, EnsembleFlow] = {}
         self._statistics: dict[ModelKey, ModelStatistics] = {}
 
     def __contains__(self, model: ModelKey) -> bool:
         entry = self.client.catalog.get(*model)
-        return entry is not None and entry.info is not None and entry.info.platform == ENSEMBLE
+        return entry is not None and entry.info is not None and not entry.info.has_program
 
     def flow(self, model: ModelKey) -> EnsembleFlow:
         """Return an ensemble's steps, as they are configured now. Raises ModelNotFound if it is no longer served."""
@@ -100,14 +107,26 @@ class Ensembles:
         others = {step for ensemble, steps in models.items() if ensemble != name for step in steps}
         return sorted(models.get(name, set()) - others)
 
-    async def infer(self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None) -> Answer:
+    async def infer(
+        self,
+        request: Request,
+        info: ModelInfo,
+        lease: Lease,
+        on_spans: OnSpans | None,
+        lengths: Lengths = NO_LENGTHS,
+    ) -> Answer:
         """Execute a request whose inputs are in leased memory. The answer's arrays are valid as long as the lease.
 
-        Its timing is the sum of its steps' timings. Raises RequestError, which names the step.
+        Its timing is the sum of its steps' timings. `lengths` are those of a tokenizer's readers. Raises RequestError,
+        which names the step.
         """
         statistics, began_s = self._counted(request.model), time.monotonic()
         try:
-            answer = await EnsembleRun(self, request, info, lease, on_spans).answer()
+            if info.platform == TOKENIZER_BACKEND:
+                cuts = self.flow(request.model).truncates
+                answer = await self._tokenizers.infer(request, info, lease, lengths, truncates=cuts)
+            else:
+                answer = await EnsembleRun(self, request, info, lease, on_spans).answer()
         except asyncio.CancelledError:
             statistics.cancelled()
             raise
@@ -219,13 +238,14 @@ class EnsembleRun:
         info, lease = self._models[step.number], self._leases[step.number]
         try:
             request = self._request_of(step, info)
-            if info.platform == ENSEMBLE:
-                answer = await self._ensembles.infer(request, info, lease, self._on_spans)
-            else:
+            if info.has_program:
                 client = self._ensembles.client
                 answer = await infer_or_succeed(client, request, info, lease, step.version, self._on_spans)
-                if (trace := CURRENT.get()) is not None:
-                    trace.steps.append((step.model, answer.timing))
+            else:
+                lengths = self._lengths(step)
+                answer = await self._ensembles.infer(request, info, lease, self._on_spans, lengths)
+            if info.platform != ENSEMBLE and (trace := CURRENT.get()) is not None:
+                trace.steps.append((step.model, answer.timing))
         except RequestError as error:
             raise self._named(step, error) from error
         for source in self._sources(step):
@@ -242,6 +262,17 @@ class EnsembleRun:
         if step.number not in self._answered:
             self._held.remove(step.number)
             lease.release()
+
+    def _lengths(self, step: EnsembleStep) -> Lengths:
+        """Return the token counts that the readers of a step's outputs take, if it is a tokenizer."""
+        if self._models[step.number].platform != TOKENIZER_BACKEND:
+            return NO_LENGTHS
+        return {
+            reader.model: lengths_of(self._models[reader.number], own)
+            for reader in self._flow.followers[step.number]
+            for own, tensor in reader.inputs.items()
+            if tensor in step.outputs.values()
+        }
 
     def _request_of(self, step: EnsembleStep, info: ModelInfo) -> Request:
         """Match the tensors with the step's model, as a client's. Raises RequestError."""

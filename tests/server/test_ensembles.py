@@ -15,8 +15,12 @@ from msgspec.structs import replace
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
+from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.frontend.memory import RequestMemory
+from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.tokenizer_entries import TokenizerEntries
+from cohabit.server.frontend.tokenizers import Tokenizers
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ENSEMBLE, Array, ModelFootprint, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Request
@@ -119,17 +123,17 @@ CASES = [
     (config_text(X + Y, ONE, head=""), "platform is ''; an ensemble has no program"),
     (config_text(X + Y, ONE, head="platform: 'pytorch_pt2'"), "platform is 'pytorch_pt2'; an ensemble has no program"),
     (config_text(X + Y), "there is no step; name the models that it runs"),
-    (config_text(Y, ONE), "there is no input; an ensemble's tensors must be listed"),
-    (config_text(X, ONE), "there is no output; an ensemble's tensors must be listed"),
+    (config_text(Y, ONE), "there is no input; the tensors of an entry without a program must be listed"),
+    (config_text(X, ONE), "there is no output; the tensors of an entry without a program must be listed"),
     (config_text(X + X + Y, ONE), "input 'X' is there twice"),
     (config_text(X + Y + Y, ONE), "output 'Y' is there twice"),
     (config_text("input { data_type: TYPE_FP32 dims: 4 }" + Y, ONE), "an input has no name"),
     (config_text("input { name: 'X' dims: 4 }" + Y, ONE), "input 'X' has no data_type"),
-    (config_text(tensor("input", "X", "STRING") + Y, ONE), "input 'X' is TYPE_STRING; PyTorch models have no string"),
+    (config_text(tensor("input", "X", "STRING") + Y, ONE), "input 'x' is FP32, but input 'X' of the ensemble is BYTES"),
     (config_text(tensor("input", "X", dims="0, 4") + Y, ONE), "input 'X' has dims [0, 4]; 0 is neither a size nor -1"),
     (config_text(X + tensor("output", "Y", dims="-2"), ONE), "output 'Y' has dims [-2]; -2 is neither a size nor -1"),
     (config_text("input { name: 'X' data_type: TYPE_FP32 dims: 4 optional: true }" + Y, ONE),
-     "input 'X' is optional; an ensemble needs all of its inputs"),
+     "input 'X' is optional; an entry without a program needs all of its inputs"),
     (config_text(X + Y, ONE, head="platform: 'ensemble' instance_group { count: 1 }"),
      "an ensemble has no instance_group; set it for the models of its steps"),
     (config_text(X + Y, ONE, head="platform: 'ensemble' model_warmup { name: 'w' }"),
@@ -421,12 +425,16 @@ def test_an_ensemble_to_load_at_the_start_brings_its_steps(tmp_path: Path) -> No
         }
 
 
+def ensembles_of(client: EngineClient) -> Ensembles:
+    return Ensembles(client, TokenizerEntries(Tokenizers(Path("none")), call))
+
+
 class Composed:
     """Ensembles over the fake engine."""
 
     def __init__(self, front_end: FrontEnd) -> None:
         self.front_end = front_end
-        self.ensembles = Ensembles(front_end.client)
+        self.ensembles = ensembles_of(front_end.client)
 
     async def infer(self, name: str, *values: float, timeout_s: float | None = None) -> Array:
         info, memory = self.front_end.client.catalog.require(name), self.front_end.memory
@@ -555,7 +563,7 @@ async def infer_over(engine: transport_fakes.FakeEngine, memory: RequestMemory, 
     info = engine.catalog.require(name)
     with memory.lease() as lease:
         request = replace(front_end.request(lease, info, X=rows(1.0)), **changes)
-        return (await Ensembles(engine).infer(request, info, lease, None)).outputs["Y"].copy()
+        return (await ensembles_of(engine).infer(request, info, lease, None)).outputs["Y"].copy()
 
 
 async def test_steps_without_order_run_at_the_same_time_and_one_failure_ends_the_others() -> None:
@@ -596,7 +604,7 @@ async def test_an_answer_that_is_not_sent_yet_counts_with_the_outputs_of_its_ste
     info = engine.catalog.require("twice")
     with memory.lease() as lease:
         request = FrontEnd(engine, memory, None).request(lease, info, X=rows(1.0, 2.0))
-        answer = await Ensembles(engine).infer(request, info, lease, None)
+        answer = await ensembles_of(engine).infer(request, info, lease, None)
         assert lease.nbytes == request.inputs["X"].nbytes + answer.outputs["Y"].nbytes == 64
     assert memory.used_bytes == 0
 
