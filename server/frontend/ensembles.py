@@ -82,6 +82,8 @@ class Ensembles:
         self._tokenizers = tokenizers
         self._flows: dict[ModelKey, EnsembleFlow] = {}
         self._statistics: dict[ModelKey, ModelStatistics] = {}
+        self._fastest_s: dict[tuple[ModelKey, int], float] = {}
+        """Least seconds of an execution, by model and rows of the request."""
 
     def __contains__(self, model: ModelKey) -> bool:
         entry = self.client.catalog.get(*model)
@@ -96,6 +98,38 @@ class Ensembles:
         if flow is None or flow.config != entry.config:
             flow = self._flows[model] = EnsembleFlow.of(model.name, entry.config)
         return flow
+
+    def least_s(self, info: ModelInfo, rows: int) -> float:
+        """Return the least seconds that a request takes, as measured or predicted; 0 if unknown.
+
+        For an ensemble, those of its longest path.
+        """
+        if info.platform == ENSEMBLE:
+            flow = self.flow(info.key)
+            after_s = self.least_after_s(flow, rows)
+            return max(after_s[step.number] + self._step_s(step, rows) for step in flow.steps)
+        entry = self.client.catalog.get(*info.key)
+        predicted = {} if entry is None else entry.footprint.predicted_s
+        known_s = [seconds for bucket, seconds in predicted.items() if bucket.batch >= rows]
+        if (fastest_s := self._fastest_s.get((info.key, rows))) is not None:
+            known_s.append(fastest_s)
+        return min(known_s, default=0.0)
+
+    def least_after_s(self, flow: EnsembleFlow, rows: int) -> dict[int, float]:
+        """Return the least seconds from the end of each step to the end of the last one that depends on it."""
+        after_s: dict[int, float] = {}
+        for step in reversed(flow.steps):
+            paths_s = (self._step_s(next_, rows) + after_s[next_.number] for next_ in flow.followers[step.number])
+            after_s[step.number] = max(paths_s, default=0.0)
+        return after_s
+
+    def _step_s(self, step: EnsembleStep, rows: int) -> float:
+        return self.least_s(self.client.catalog.require(step.model, step.version), rows)
+
+    def measured(self, answer: Answer, rows: int) -> None:
+        """Record how long a model's request was executed."""
+        key, busy_s = (answer.model, rows), answer.timing.busy_s
+        self._fastest_s[key] = min(busy_s, self._fastest_s.get(key, busy_s))
 
     def own_steps(self, name: str) -> list[str]:
         """Return the models that are steps of this ensemble's READY versions, and of no other READY ensemble."""
@@ -191,6 +225,8 @@ class EnsembleRun:
         self._waits = {number: len(sources) for number, sources in flow.sources.items()}
         """Number of steps that have to be executed before a step."""
         self._timings: list[Timing] = []
+        self._after_s: Mapping[int, float] = {}
+        """Least seconds of what follows each step, if the request has a deadline."""
 
     async def answer(self) -> Answer:
         """Execute the steps, each as soon as its inputs exist."""
@@ -199,6 +235,8 @@ class EnsembleRun:
                 self._models[step.number] = self._model_of(step)
                 for source in self._sources(step):
                     self._leases[step.number].keep(source)
+            if self._request.timeout_s is not None:
+                self._after_s = self._ensembles.least_after_s(self._flow, self._request.batch)
             async with asyncio.TaskGroup() as group:
                 await self._follow([step for step in self._flow.steps if not self._waits[step.number]], group)
             for number in self._answered:
@@ -241,6 +279,7 @@ class EnsembleRun:
             if info.has_program:
                 client = self._ensembles.client
                 answer = await infer_or_succeed(client, request, info, lease, step.version, self._on_spans)
+                self._ensembles.measured(answer, request.batch)
             else:
                 lengths = self._lengths(step)
                 answer = await self._ensembles.infer(request, info, lease, self._on_spans, lengths)
@@ -278,7 +317,7 @@ class EnsembleRun:
         """Match the tensors with the step's model, as a client's. Raises RequestError."""
         now_s, left_s = time.monotonic(), self._request.timeout_s
         if left_s is not None and self._request.arrived_s is not None:
-            left_s -= now_s - self._request.arrived_s
+            left_s -= now_s - self._request.arrived_s + self._after_s[step.number]
             if left_s <= 0:
                 raise RequestTimedOut(step.model, self._request.timeout_s or 0.0)
         inputs: dict[str, Array] = {own: self._tensors[tensor] for own, tensor in step.inputs.items()}
@@ -305,7 +344,9 @@ class EnsembleRun:
         """Name the step in an error. Without its model, the ensemble is known, but not ready."""
         if isinstance(error, ModelNotFound):
             error = Refused("ModelNotReady", str(error))
-        error.args = (f"ensemble '{self._request.model.name}', {step}: {error}",)
+        after_s = self._after_s.get(step.number, 0.0) if isinstance(error, RequestTimedOut) else 0.0
+        following = f"; the steps after it take at least {after_s * 1e3:.3g} ms" if after_s else ""
+        error.args = (f"ensemble '{self._request.model.name}', {step}: {error}{following}",)
         return error
 
     def _timing(self) -> Timing:

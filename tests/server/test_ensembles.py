@@ -14,6 +14,7 @@ from google.protobuf import text_format
 from msgspec.structs import replace
 from tritonclient.utils import InferenceServerException
 
+from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
 from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.ensembles import Ensembles
@@ -22,7 +23,7 @@ from cohabit.server.frontend.threads import call
 from cohabit.server.frontend.tokenizer_entries import TokenizerEntries
 from cohabit.server.frontend.tokenizers import Tokenizers
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
-from cohabit.server.ipc.model import ENSEMBLE, Array, ModelFootprint, ModelInfo, TensorSpec
+from cohabit.server.ipc.model import ENSEMBLE, Array, ModelFootprint, ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.request import Answer, Request
 from cohabit.server.ipc.statistics import ModelStatistics
 from cohabit.server.observe.spans import events_of, stages_of
@@ -639,6 +640,56 @@ class Replacing(transport_fakes.FakeEngine):
             self._statistics = {self.replaced.key: ModelStatistics()}
             self.catalog.update(ModelEntry("double", self.replaced.version, ModelState.READY, info=self.replaced))
         raise ModelNotFound(*request.model, reason="unloaded")
+
+
+SLOW_S = {"a": 0.5, "b": 2.0, "c": 4.0}
+LATE = {
+    "line": config_text(
+        X + Y, step("a", {"x": "X"}, {"y": "1"}), step("b", {"x": "1"}, {"y": "2"}), step("c", {"x": "2"}, {"y": "Y"})
+    ),
+    "fork": config_text(
+        X + Y + tensor("output", "Z"),
+        step("a", {"x": "X"}, {"y": "1"}), step("b", {"x": "1"}, {"y": "Y"}), step("c", {"x": "1"}, {"y": "Z"}),
+    ),
+    "inner": config_text(X + Y, step("b", {"x": "X"}, {"y": "1"}), step("c", {"x": "1"}, {"y": "Y"})),
+    "outer": config_text(X + Y, step("a", {"x": "X"}, {"y": "1"}), step("inner", {"X": "1"}, {"Y": "Y"})),
+}  # fmt: skip
+
+
+def predicting() -> transport_fakes.FakeEngine:
+    engine = catalogued(*map(transport_fakes.identity, SLOW_S), **LATE)
+    for name, seconds in SLOW_S.items():
+        footprint = ModelFootprint(predicted_s={Bucket(1): seconds, Bucket(8): 3 * seconds})
+        engine.catalog.update(replace(engine.catalog.find(name), footprint=footprint))
+    return engine
+
+
+@pytest.mark.parametrize(("name", "after_s"), [("line", 6.0), ("fork", 4.0), ("outer", 6.0)])
+async def test_the_first_step_leaves_the_others_their_time_and_a_request_without_it_is_refused_there(
+    name: str, after_s: float
+) -> None:
+    engine, memory = predicting(), RequestMemory(1 << 20)
+    first = engine.models[ModelKey("a", 1)]
+    following = rf"; the steps after it take at least {after_s * 1e3:.3g} ms".replace("+", r"\+")
+    late = rf"^ensemble '{name}', step 1 \('a'\): Request timeout expired: .*{following}$"
+    with pytest.raises(RequestTimedOut, match=late):
+        await infer_over(engine, memory, name, timeout_s=after_s)
+    assert not any(model.requests for model in engine.models.values()), "nothing was executed in vain"
+    await infer_over(engine, memory, name, timeout_s=after_s + 5.0)
+    (left_s,) = (request.timeout_s for request in first.requests)
+    assert left_s is not None
+    assert 4.0 < left_s < 5.0
+    assert memory.used_bytes == 0
+
+
+async def test_a_step_that_was_faster_than_predicted_needs_less() -> None:
+    engine, memory = predicting(), RequestMemory(1 << 20)
+    ensembles = ensembles_of(engine)
+    info = engine.catalog.require("line")
+    for timeout_s in (100.0, 3.0):
+        with memory.lease() as lease:
+            request = replace(FrontEnd(engine, memory, None).request(lease, info, X=rows(1.0)), timeout_s=timeout_s)
+            await ensembles.infer(request, info, lease, None)
 
 
 async def test_a_step_whose_model_is_replaced_runs_on_its_successor_and_one_that_is_unloaded_is_refused() -> None:
