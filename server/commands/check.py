@@ -13,7 +13,6 @@ from cohabit.planner.errors import bucket_words, format_bytes
 from cohabit.server.commands.planning.flags import MEASURING, MODEL_HELP, add_measuring, budgets
 from cohabit.server.config.sources import config_of, given, typed
 from cohabit.server.format import disturbed, gap, make_table, milliseconds, percent, tensor_table
-from cohabit.server.ipc.model import ENSEMBLE
 from cohabit.server.repository.scan import find, require_archive
 
 if TYPE_CHECKING:
@@ -80,9 +79,8 @@ def _show(found: "ServabilityReport", out: Console) -> None:
             out.print(f"config.pbtxt: {field} is {kind}: {reason}", soft_wrap=True)
     if found.info is not None and found.servable and found.memory is None:
         out.print(tensor_table(found.info))
-        is_one = found.info.platform == ENSEMBLE
-        what = "an ensemble, and can be served: its steps fit one another" if is_one else "a tokenizer"
-        out.print(f"{found.name} is {what}")
+        fits = ": its steps fit one another" if found.info.platform == "ensemble" else ""
+        out.print(f"{found.name} has platform {found.info.platform}, and can be served{fits}")
         return
     if found.info is None or found.memory is None:
         out.print(f"{found.name} cannot be served: {found.reason}", soft_wrap=True)

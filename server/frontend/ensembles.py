@@ -74,6 +74,19 @@ class EnsembleFlow:
         return cls(config, steps, writers, sources, followers, readers, truncates(parsed))
 
 
+@dataclass(slots=True)
+class StepActivity:
+    """Requests of an ensemble in one of its steps."""
+
+    model: str
+    number: int
+    """The step's."""
+    under_way: int = 0
+    ended: int = 0
+    seconds: float = 0.0
+    """Sum over those that have ended."""
+
+
 class Ensembles:
     """The ensembles and tokenizers of a front end, with their counters. Event loop's thread only."""
 
@@ -82,6 +95,8 @@ class Ensembles:
         self._tokenizers = tokenizers
         self._flows: dict[ModelKey, EnsembleFlow] = {}
         self._statistics: dict[ModelKey, ModelStatistics] = {}
+        self._activities: dict[tuple[ModelKey, int], StepActivity] = {}
+        """By ensemble, and number of the step."""
         self._fastest_s: dict[tuple[ModelKey, int], float] = {}
         """Least seconds of an execution, by model and rows of the request."""
 
@@ -98,6 +113,26 @@ class Ensembles:
         if flow is None or flow.config != entry.config:
             flow = self._flows[model] = EnsembleFlow.of(model.name, entry.config)
         return flow
+
+    def activity(self, ensemble: ModelKey, step: EnsembleStep) -> StepActivity:
+        return self._activities.setdefault((ensemble, step.number), StepActivity(step.model, step.number))
+
+    def ended_steps(self) -> dict[tuple[ModelKey, int], tuple[int, float]]:
+        """Return the number of ended steps, and the sum of their seconds."""
+        return {key: (activity.ended, activity.seconds) for key, activity in self._activities.items()}
+
+    def stages(self, ensemble: ModelKey) -> list[list[StepActivity]]:
+        """Return what an ensemble's steps do, by the length of the longest path to them; none for other models."""
+        if ensemble not in self:
+            return []
+        flow = self.flow(ensemble)
+        depths: dict[int, int] = {}
+        for step in flow.steps:
+            depths[step.number] = max((1 + depths[source] for source in flow.sources[step.number]), default=0)
+        return [
+            [self.activity(ensemble, step) for step in flow.steps if depths[step.number] == depth]
+            for depth in sorted(set(depths.values()))
+        ]
 
     def least_s(self, info: ModelInfo, rows: int) -> float:
         """Return the least seconds that a request takes, as measured or predicted; 0 if unknown.
@@ -274,6 +309,8 @@ class EnsembleRun:
 
     async def _execute(self, step: EnsembleStep) -> None:
         info, lease = self._models[step.number], self._leases[step.number]
+        activity, began_s = self._ensembles.activity(self._request.model, step), time.monotonic()
+        activity.under_way += 1
         try:
             request = self._request_of(step, info)
             if info.has_program:
@@ -287,6 +324,10 @@ class EnsembleRun:
                 trace.steps.append((step.model, answer.timing))
         except RequestError as error:
             raise self._named(step, error) from error
+        finally:
+            activity.under_way -= 1
+        activity.ended += 1
+        activity.seconds += time.monotonic() - began_s
         for source in self._sources(step):
             lease.drop(source)
         self._timings.append(answer.timing)

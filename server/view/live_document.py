@@ -14,6 +14,7 @@ from cohabit.page.document import (
     ModelRow,
     Phrase,
     State,
+    StepPart,
     quantity,
     seconds,
     size,
@@ -23,6 +24,7 @@ from cohabit.server.activations import workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.machine import resident_bytes
 from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.frontend.ensembles import Ensembles, StepActivity
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
@@ -66,10 +68,13 @@ class Reading:
     at_s: float
     models: Mapping[ModelKey, ModelTotals]
     busy_s: Mapping[str, float]
+    steps: Mapping[tuple[ModelKey, int], tuple[int, float]]
+    """Number of ended steps of ensembles, and their seconds, by the ensemble and the step's number."""
 
     @classmethod
-    def of(cls, at_s: float, report: EngineReport) -> "Reading":
-        return cls(at_s, {key: _totals(model) for key, model in report.models.items()}, report.device.lane_busy_s)
+    def of(cls, at_s: float, report: EngineReport, ensembles: Ensembles) -> "Reading":
+        totals = {key: _totals(model) for key, model in report.models.items()}
+        return cls(at_s, totals, report.device.lane_busy_s, ensembles.ended_steps())
 
 
 def _totals(model: ModelCounters) -> ModelTotals:
@@ -92,7 +97,7 @@ def latencies_of(latest: deque[tuple[float, float]], now_s: float) -> list[float
 
 def live_document(
     config: ServeConfig,
-    client: EngineClient,
+    ensembles: Ensembles,
     tracer: Tracer,
     report: EngineReport,
     readings: Sequence[Reading],
@@ -103,7 +108,7 @@ def live_document(
 ) -> LiveDocument:
     """Describe a server now. `readings` and `tokens` are of the window, the newest last; `latencies` ascend."""
     first, last = readings[0], readings[-1]
-    span_s = last.at_s - first.at_s
+    span_s, client = last.at_s - first.at_s, ensembles.client
     entries = sorted(client.catalog, key=lambda entry: (entry.name, entry.version or 0))
     down = client.unavailable
     ascending = sorted(chain(*latencies.values()))
@@ -111,7 +116,8 @@ def live_document(
     for entry in entries:
         key = None if entry.version is None else entry.key
         grown = ModelTotals() if key is None else _growth(first, last, key)
-        rows.append(_row(entry, report, grown, span_s, latencies.get(key, ()) if key else ()))
+        stages = [] if key is None else _stages(key, ensembles, report, first, last)
+        rows.append(_row(entry, report, grown, span_s, latencies.get(key, ()) if key else (), stages))
     return LiveDocument(
         version=product_version(),
         trouble=down or client.catalog.not_ready(),
@@ -146,8 +152,32 @@ def _growth(first: Reading, last: Reading, key: ModelKey) -> ModelTotals:
     )
 
 
+def _stages(
+    key: ModelKey, ensembles: Ensembles, report: EngineReport, first: Reading, last: Reading
+) -> list[list[StepPart]]:
+    """Describe an ensemble's steps. Requests of others in a model's queue count as if they were behind its own."""
+    waiting: Counter[str] = Counter()
+    for model, counters in report.models.items():
+        waiting[model.name] += counters.pending
+
+    def part(step: StepActivity) -> StepPart:
+        queued = min(step.under_way, waiting[step.model])
+        now, before = (reading.steps.get((key, step.number), (0, 0.0)) for reading in (last, first))
+        ended = now[0] - before[0]
+        return StepPart(
+            step.model, step.under_way - queued, queued, seconds((now[1] - before[1]) / ended if ended else None)
+        )
+
+    return [[part(step) for step in stage] for stage in ensembles.stages(key)]
+
+
 def _row(
-    entry: ModelEntry, report: EngineReport, grown: ModelTotals, span_s: float, latencies: Sequence[float]
+    entry: ModelEntry,
+    report: EngineReport,
+    grown: ModelTotals,
+    span_s: float,
+    latencies: Sequence[float],
+    stages: list[list[StepPart]],
 ) -> ModelRow:
     counters = report.models.get(entry.key) if entry.is_ready else None
     footprint = entry.footprint
@@ -176,6 +206,7 @@ def _row(
         parameters=size(footprint.parameter_bytes if entry.is_ready else None),
         copied=quantity(rate(grown.copied_bytes), "bytes/s"),
         copied_each=size(each),
+        stages=stages,
     )
 
 
@@ -216,6 +247,7 @@ def _figures(
         "Models that answer requests now.",
     )
     span_s = last.at_s - first.at_s
+    rows = [row for row in rows if not row.stages]  # requests of ensembles are those of their steps
     within = (f"mean of {WINDOW_S:g} s",)
     yield Figure(
         "answers",
