@@ -9,12 +9,14 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from aiohttp import web
 from google.protobuf import text_format
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cohabit
@@ -112,34 +114,39 @@ def test_an_example_runs(example: str, printed: str, printed_by: Callable[..., s
     assert printed in printed_by(example)
 
 
-INPUTS = {
-    "prepare": ("image:UINT8:480,640,3",),
-    "detector": ("pixels:FP32:1,3,256,256",),
-    "select": ("raw:FP32:1,3,16,16",),
-    "crop": ("pixels:FP32:1,3,256,256", "boxes:FP32:8,4"),
-    "classifier": ("pixels:FP32:8,3,64,64",),
-}
-"""Of the steps of the example "detection"."""
+def put_step(
+    repository: Path, step: nn.Module | Callable[..., dict[str, torch.Tensor]], name: str, *given: Any
+) -> Any:
+    """Export a step as `cohabit import` does, and return its outputs."""
+    module = step if isinstance(step, nn.Module) else nn.Module()
+    if module is not step:
+        module.forward = step
+    (repository / name / "1").mkdir(parents=True)
+    torch.export.save(torch.export.export(module, given), repository / name / "1" / "model.pt2")
+    with torch.no_grad():
+        return module(*given)
 
 
-def test_an_ensemble_of_imported_functions_and_networks_answers_as_eager_pytorch(
+@pytest.mark.slow
+def test_an_ensemble_of_functions_and_networks_answers_as_eager_pytorch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of boxes depends on the image; networks of 16 channels stand for those of 512."""
     monkeypatch.setattr(steps, "CHANNELS", 16)
     repository = folder / "detection"
-    script = (EXAMPLES / "detection" / "run.sh").read_text()
-    for name, inputs in INPUTS.items():
-        assert f"step {name} {' '.join(inputs)}\n" in script
-        flags = (flag for given in inputs for flag in ("--input", given))
-        assert main(["import", f"{steps.__name__}:{name}", *flags, "--repository", str(repository)]) == 0
+    image, detector, classifier = torch.zeros(480, 640, 3, dtype=torch.uint8), steps.detector(), steps.classifier()
+    pixels = put_step(repository, steps.prepare, "prepare", image)["pixels"]
+    raw = put_step(repository, detector, "detector", pixels)["found"]
+    boxes = put_step(repository, steps.select, "select", raw)["boxes"]
+    crops = put_step(repository, steps.crop, "crop", pixels, boxes)["crops"]
+    put_step(repository, classifier, "classifier", crops)
     (repository / "find" / "1").mkdir(parents=True)
     shutil.copy(EXAMPLES / "detection" / "config.pbtxt", repository / "find")
-    detector, classifier, counts = steps.detector(), steps.classifier(), set()
-    with cohabit.Server(repository, "60%") as server:
+    counts = set()
+    with cohabit.Server(repository, "12MiB") as server:
         for seed in range(6):
-            image = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (480, 640, 3), np.uint8))
-            image = (image * (seed / 5)).to(torch.uint8)
+            drawn = np.random.default_rng(seed).integers(0, 256, (480, 640, 3))
+            image = torch.from_numpy((drawn * (seed / 5)).astype(np.uint8))
             answer = server.infer("find", image=image.numpy())
             with torch.no_grad():
                 pixels = steps.prepare(image)["pixels"]
@@ -151,17 +158,26 @@ def test_an_ensemble_of_imported_functions_and_networks_answers_as_eager_pytorch
     assert len(counts) > 1
 
 
+@pytest.fixture(scope="module")
+def selecting() -> nn.Module:
+    """The exported step of the example "detection"."""
+    module = nn.Module()
+    module.forward = steps.select
+    exported: nn.Module = torch.export.export(module, (torch.randn(1, 3, 16, 16),)).module()
+    return exported
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_boxes_are_suppressed_as_one_by_one(seed: int) -> None:
-    """Compare the loop over masks with the algorithm's usual form: take the best box, drop what overlaps it."""
+def test_boxes_are_suppressed_as_one_by_one(selecting: nn.Module, seed: int) -> None:
+    """Compare the exported loop over masks with the usual form: take the best box, drop what overlaps it."""
     raw = 3 * torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
     order = raw[0, 2].flatten().sigmoid().argsort(descending=True)[: steps.TRIED].tolist()
-    left = [n for n in order if raw[0, 2].flatten()[n].sigmoid() > 0.5]
+    left = [n for n in order if raw[0, 2].flatten()[n].sigmoid() > steps.LEAST]
     taken: list[list[float]] = []
     while left and len(taken) < steps.MOST:
         taken.append(box_of(raw, left[0]))
         left = [n for n in left[1:] if overlap(taken[-1], box_of(raw, n)) <= 0.3]
-    found = steps.select(raw)
+    found = selecting(raw)
     assert int(found["count"]) == len(taken)
     np.testing.assert_allclose(found["boxes"][: len(taken)], np.array(taken).reshape(-1, 4), rtol=1e-5)
     assert not found["boxes"][len(taken) :].any()

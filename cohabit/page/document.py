@@ -203,7 +203,7 @@ class StepPart(msgspec.Struct, frozen=True):
     queued: int
     """Those that wait in its queue."""
     took: Quantity
-    """Mean of the last seconds, from the step's begin to its end."""
+    """Average of the latest requests, from the step's begin to its end."""
 
 
 class ModelRow(msgspec.Struct, frozen=True):

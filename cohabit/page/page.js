@@ -787,7 +787,7 @@
   /** The steps of each ensemble as a row; those that wait for the same number of steps are one above the other. */
   const stepRows = () => {
     const body = make("div");
-    const node = section("Ensembles", "The steps of each request, in order: those that run or wait in their model's queue now, and the mean time of a step in the last seconds.", body);
+    const node = section("Ensembles", "The steps of each request, in order: how many run or wait in their model's queue now, and the average time of the latest.", body);
     const box = ({ model, running, queued, took }) => {
       const now = [running ? `${running} running` : "", queued ? `${queued} queued` : ""].filter(Boolean).join(", ") || "idle";
       return make("li", { class: running ? "running" : queued ? "queued" : "" }, make("b", {}, model), make("span", {}, now), make("span", {}, write(took)));

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 SIDE = 256
 """Pixels of a side of the prepared image."""
+LEAST = 0.63
+"""Scores of boxes are above it."""
 TRIED, MOST = 24, 8
 """Boxes that are compared with one another, and the most that are returned."""
 
@@ -61,7 +63,7 @@ def select(raw: Tensor) -> dict[str, Tensor]:
     low, high, area = center - half, center + half, half.prod(1) * 4
     shared = (torch.minimum(high[:, None], high) - torch.maximum(low[:, None], low)).relu().prod(2)
     overlaps = shared > 0.3 * (area[:, None] + area - shared)
-    kept = best > 0.5
+    kept = best > LEAST
     for n in range(TRIED - 1):  # a loop of fixed length is exported step by step
         kept = torch.cat([kept[: n + 1], kept[n + 1 :] & ~(kept[n] & overlaps[n, n + 1 :])])
     first = torch.sort(kept.long(), descending=True, stable=True).indices[:MOST]

@@ -41,6 +41,8 @@ _FAILURES: Mapping[str, FailureReason] = {
     "EngineFailed": "BACKEND",
 }
 """Reasons of failures, by `RequestError.kind`; those of others are OTHER."""
+_NEWEST = 0.1
+"""Weight of a step's newest time in its average."""
 _NO_REGIONS = RegionUse(Regions(no_system))
 """Steps read and write no shared memory of clients."""
 
@@ -79,12 +81,12 @@ class StepActivity:
     """Requests of an ensemble in one of its steps."""
 
     model: str
-    number: int
-    """The step's."""
     under_way: int = 0
-    ended: int = 0
-    seconds: float = 0.0
-    """Sum over those that have ended."""
+    took_s: float | None = None
+    """Moving average from the step's begin to its end; None before the first end."""
+
+    def ended(self, seconds: float) -> None:
+        self.took_s = seconds if self.took_s is None else self.took_s + _NEWEST * (seconds - self.took_s)
 
 
 class Ensembles:
@@ -115,11 +117,7 @@ class Ensembles:
         return flow
 
     def activity(self, ensemble: ModelKey, step: EnsembleStep) -> StepActivity:
-        return self._activities.setdefault((ensemble, step.number), StepActivity(step.model, step.number))
-
-    def ended_steps(self) -> dict[tuple[ModelKey, int], tuple[int, float]]:
-        """Return the number of ended steps, and the sum of their seconds."""
-        return {key: (activity.ended, activity.seconds) for key, activity in self._activities.items()}
+        return self._activities.setdefault((ensemble, step.number), StepActivity(step.model))
 
     def stages(self, ensemble: ModelKey) -> list[list[StepActivity]]:
         """Return what an ensemble's steps do, by the length of the longest path to them; none for other models."""
@@ -326,8 +324,7 @@ class EnsembleRun:
             raise self._named(step, error) from error
         finally:
             activity.under_way -= 1
-        activity.ended += 1
-        activity.seconds += time.monotonic() - began_s
+        activity.ended(time.monotonic() - began_s)
         for source in self._sources(step):
             lease.drop(source)
         self._timings.append(answer.timing)

@@ -118,7 +118,7 @@ class LiveFeed:
     async def _document(self) -> LiveDocument:
         report = self._ensembles.added_to(await self._ensembles.client.report())
         now_s = self._clock()
-        self._readings.append(Reading.of(now_s, report, self._ensembles))
+        self._readings.append(Reading.of(now_s, report))
         while len(self._readings) > 1 and self._readings[1].at_s <= now_s - WINDOW_S:
             self._readings.popleft()
         latencies = {key: latencies_of(latest, now_s) for key, latest in self._latencies.items()}

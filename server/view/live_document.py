@@ -68,13 +68,10 @@ class Reading:
     at_s: float
     models: Mapping[ModelKey, ModelTotals]
     busy_s: Mapping[str, float]
-    steps: Mapping[tuple[ModelKey, int], tuple[int, float]]
-    """Number of ended steps of ensembles, and their seconds, by the ensemble and the step's number."""
 
     @classmethod
-    def of(cls, at_s: float, report: EngineReport, ensembles: Ensembles) -> "Reading":
-        totals = {key: _totals(model) for key, model in report.models.items()}
-        return cls(at_s, totals, report.device.lane_busy_s, ensembles.ended_steps())
+    def of(cls, at_s: float, report: EngineReport) -> "Reading":
+        return cls(at_s, {key: _totals(model) for key, model in report.models.items()}, report.device.lane_busy_s)
 
 
 def _totals(model: ModelCounters) -> ModelTotals:
@@ -116,7 +113,7 @@ def live_document(
     for entry in entries:
         key = None if entry.version is None else entry.key
         grown = ModelTotals() if key is None else _growth(first, last, key)
-        stages = [] if key is None else _stages(key, ensembles, report, first, last)
+        stages = [] if key is None else stages_of(key, ensembles, report)
         rows.append(_row(entry, report, grown, span_s, latencies.get(key, ()) if key else (), stages))
     return LiveDocument(
         version=product_version(),
@@ -152,21 +149,15 @@ def _growth(first: Reading, last: Reading, key: ModelKey) -> ModelTotals:
     )
 
 
-def _stages(
-    key: ModelKey, ensembles: Ensembles, report: EngineReport, first: Reading, last: Reading
-) -> list[list[StepPart]]:
-    """Describe an ensemble's steps. Requests of others in a model's queue count as if they were behind its own."""
+def stages_of(key: ModelKey, ensembles: Ensembles, report: EngineReport) -> list[list[StepPart]]:
+    """Describe an ensemble's steps. Of a model's queue, its own requests count as the first to wait."""
     waiting: Counter[str] = Counter()
     for model, counters in report.models.items():
         waiting[model.name] += counters.pending
 
     def part(step: StepActivity) -> StepPart:
         queued = min(step.under_way, waiting[step.model])
-        now, before = (reading.steps.get((key, step.number), (0, 0.0)) for reading in (last, first))
-        ended = now[0] - before[0]
-        return StepPart(
-            step.model, step.under_way - queued, queued, seconds((now[1] - before[1]) / ended if ended else None)
-        )
+        return StepPart(step.model, step.under_way - queued, queued, seconds(step.took_s))
 
     return [[part(step) for step in stage] for stage in ensembles.stages(key)]
 

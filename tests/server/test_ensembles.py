@@ -25,7 +25,7 @@ from cohabit.server.frontend.tokenizers import Tokenizers
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ENSEMBLE, Array, ModelFootprint, ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.request import Answer, Request
-from cohabit.server.ipc.statistics import ModelStatistics
+from cohabit.server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from cohabit.server.observe.spans import events_of, stages_of
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.repository.registry import Registry
@@ -33,6 +33,7 @@ from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import EnsembleSource, ModelSource, Unloadable
 from cohabit.server.triton.ensembles import description_of, steps_of
 from cohabit.server.triton.model_config import ModelConfig
+from cohabit.server.view.live_document import stages_of as stages_of_ensemble
 from tests.support.server import fake_engine, frontends, transport_fakes
 from tests.support.server.clients import PROTOCOLS, Client, connect
 from tests.support.server.ensembles import DIAMOND, TWICE, X, Y, config_text, put, step, tensor
@@ -597,6 +598,29 @@ async def test_steps_without_order_run_at_the_same_time_and_one_failure_ends_the
         await answer
     assert right.gate.cancelled.acquire(blocking=False)
     assert memory.used_bytes == 0
+
+
+async def test_what_each_step_does_is_known_for_the_live_page() -> None:
+    """Of a diamond's steps, those that wait for the same number of steps stand together."""
+    gate = transport_fakes.Gate()
+    sums = transport_fakes.FakeModel(adder(1).info, lambda a, b: {"sum": a + b, "diff": a - b})
+    engine = catalogued(transport_fakes.identity("double", gate=gate), sums, diamond=DIAMOND)
+    ensembles, memory, info = ensembles_of(engine), RequestMemory(1 << 20), engine.catalog.require("diamond")
+    with memory.lease() as lease:
+        request = FrontEnd(engine, memory, None).request(lease, info, X=rows(1.0))
+        answer = asyncio.create_task(ensembles.infer(request, info, lease, None))
+        assert await asyncio.to_thread(gate.entered.acquire, timeout=20)
+        stages = ensembles.stages(info.key)
+        assert [[step.model for step in stage] for stage in stages] == [["double"], ["double"], ["adder"]]
+        assert [stage[0].under_way for stage in stages] == [1, 0, 0]
+        report = EngineReport({ModelKey("double", 1): ModelCounters(ModelStatistics(), pending=1)})
+        ((first,), *_) = stages_of_ensemble(info.key, ensembles, report)
+        assert (first.model, first.running, first.queued, first.took.value) == ("double", 0, 1, None)
+        gate.open()
+        await answer
+    assert [stage[0].under_way for stage in stages] == [0, 0, 0]
+    assert all((stage[0].took_s or 0.0) > 0.0 for stage in stages)
+    assert ensembles.stages(ModelKey("double", 1)) == []
 
 
 async def test_an_answer_that_is_not_sent_yet_counts_with_the_outputs_of_its_steps() -> None:
