@@ -64,6 +64,10 @@ class TokenizerEntries:
             raise InvalidRequest(f"row {row} of input '{info.inputs[0].name}' has no tokens")
         has_mask = any(tensor.name == MASK for tensor in info.outputs)
         length = padded_length(ids, common or [max(map(len, ids))], model, has_mask=has_mask)
+        if len(ids) * length > MOST_TOKENS:
+            raise InvalidRequest(
+                f"{len(ids)} texts, padded to {length} tokens, have over {MOST_TOKENS}; send fewer"
+            )
         outputs = await self._decode(slow, _outputs, request, info, encoded, length, loaded.padding_id)
         took_s = time.monotonic() - began_s
         timing = Timing(began_s, began_s, took_s, took_s, rows=request.batch, lane=NO_LANE)
@@ -112,9 +116,12 @@ def _text(name: str, row: int, text: bytes, most_characters: int) -> str:
 def _encoded(loaded: LoadedTokenizer, rows: Sequence[Texts], most: int | None) -> Sequence[tuple[Tokens, Any]]:
     """Return the token ids of each row, and their types (None for 0)."""
     firsts, *others = zip(*rows, strict=True)
-    if others:
-        return loaded.pairs(firsts, others[0], most)
-    return [(ids, None) for ids in loaded.tokens(firsts, most=most)]
+    try:
+        if others:
+            return loaded.pairs(firsts, others[0], most)
+        return [(ids, None) for ids in loaded.tokens(firsts, most=most)]
+    except Exception as error:  # the package raises no other class
+        raise InvalidRequest(f"the texts cannot be tokenized: {error}") from error
 
 
 def _outputs(

@@ -97,7 +97,8 @@ def texts_of_json(data: msgspec.Raw, name: str) -> list[str | list[str]]:
 
 def _elements(body: memoryview, name: str, shape: Sequence[int]) -> Array:
     """Read elements that each follow their length in four bytes."""
-    elements, at = [], 0
+    elements: list[bytes] = []
+    at = 0
     while at < len(body) and len(elements) <= MOST_TEXTS:
         length = _LENGTH.unpack_from(body, at)[0] if at + _LENGTH.size <= len(body) else len(body)
         at += _LENGTH.size

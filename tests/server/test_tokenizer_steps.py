@@ -86,6 +86,7 @@ TOKENIZERS = {
     "cut_tokens": tokens_config(IDS, MASK, more=cutting()),
     "fixed_tokens": tokens_config(IDS, MASK, TYPES, length=10),
     "free_tokens": tokens_config(IDS, MASK, most_batch=0),
+    "strict_tokens": tokens_config(IDS),
     "only_ids": tokens_config(IDS),
     "pair_tokens": tokens_config(*NAMES, texts=("query", "document")),
 }
@@ -111,6 +112,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         put(repository, name, text)
         if name in TOKENIZERS:
             package().save(str(repository / name / "tokenizer.json"))
+    Tokenizer(WordLevel({"cat": 4}, unk_token="[UNK]")).save(str(repository / "strict_tokens" / "tokenizer.json"))
     with running(loaded, repository=repository, client_shm="on") as handle:
         yield handle
 
@@ -317,6 +319,19 @@ def test_texts_of_different_lengths_need_a_mask(client: Client) -> None:
     assert asked(client, "only_ids", [IDS], text=texts_of("a cat", "rates rise"))[IDS].shape == (2, 4)
     with pytest.raises(InferenceServerException, match="has no input attention_mask that would tell padding"):
         asked(client, "only_ids", [IDS], text=texts_of("a", "rates rise"))
+
+
+def test_padding_is_counted_before_it_takes_memory(client: Client) -> None:
+    """One long text would pad each of two thousand short ones to its length."""
+    texts = texts_of("a cat " * 5000, *["a"] * 2000, shape=(2001,))
+    with pytest.raises(InferenceServerException, match="2001 texts, padded to 10002 tokens, have over 300000"):
+        asked(client, "free_tokens", [IDS], text=texts)
+
+
+def test_a_text_that_the_package_cannot_split_is_refused(client: Client) -> None:
+    with pytest.raises(InferenceServerException, match="the texts cannot be tokenized: WordLevel"):
+        asked(client, "strict_tokens", [IDS], text=texts_of("cat dog"))
+    assert asked(client, "strict_tokens", [IDS], text=texts_of("cat"))[IDS].tolist() == [[4]]
 
 
 def test_long_texts_are_tokenized_in_pieces_outside_the_event_loop(
