@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make five steps, and serve them as one model, `find`, in 200 MiB; the weights are 225 MiB.
+# Make five steps, and serve them as one model, `find`, in 200 MiB; the weights take 247.
 #
 #     sh examples/detection/run.sh [further settings of `cohabit serve`]
 set -eu

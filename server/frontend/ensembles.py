@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -47,6 +47,22 @@ _NO_REGIONS = RegionUse(Regions(no_system))
 """Steps read and write no shared memory of clients."""
 
 
+@dataclass(slots=True)
+class StepActivity:
+    """Requests of an ensemble in one of its steps."""
+
+    model: str
+    under_way: int = 0
+    took_s: float | None = None
+    """Moving average from the step's begin to its end; None before the first end."""
+    fastest_s: dict[int, float] = field(default_factory=dict)
+    """Least seconds of an execution, by rows of the request."""
+
+    def ended(self, took_s: float, busy_s: float, rows: int) -> None:
+        self.took_s = took_s if self.took_s is None else self.took_s + _NEWEST * (took_s - self.took_s)
+        self.fastest_s[rows] = min(busy_s, self.fastest_s.get(rows, busy_s))
+
+
 @dataclass(frozen=True, slots=True)
 class EnsembleFlow:
     """Which steps of an ensemble read what which others write. Steps go by their numbers. A tokenizer has none."""
@@ -62,6 +78,7 @@ class EnsembleFlow:
     """Steps that read outputs of a step."""
     readers: Counter[str]
     """Number of steps that read a tensor."""
+    activities: Mapping[int, StepActivity]
     truncates: bool
     """Whether a tokenizer cuts texts that are too long."""
 
@@ -73,20 +90,8 @@ class EnsembleFlow:
         sources = {s.number: {writers[t] for t in s.inputs.values() if t in writers} for s in steps}
         followers = {step.number: [s for s in steps if step.number in sources[s.number]] for step in steps}
         readers = Counter(tensor for step in steps for tensor in set(step.inputs.values()))
-        return cls(config, steps, writers, sources, followers, readers, truncates(parsed))
-
-
-@dataclass(slots=True)
-class StepActivity:
-    """Requests of an ensemble in one of its steps."""
-
-    model: str
-    under_way: int = 0
-    took_s: float | None = None
-    """Moving average from the step's begin to its end; None before the first end."""
-
-    def ended(self, seconds: float) -> None:
-        self.took_s = seconds if self.took_s is None else self.took_s + _NEWEST * (seconds - self.took_s)
+        activities = {step.number: StepActivity(step.model) for step in steps}
+        return cls(config, steps, writers, sources, followers, readers, activities, truncates(parsed))
 
 
 class Ensembles:
@@ -97,10 +102,6 @@ class Ensembles:
         self._tokenizers = tokenizers
         self._flows: dict[ModelKey, EnsembleFlow] = {}
         self._statistics: dict[ModelKey, ModelStatistics] = {}
-        self._activities: dict[tuple[ModelKey, int], StepActivity] = {}
-        """By ensemble, and number of the step."""
-        self._fastest_s: dict[tuple[ModelKey, int], float] = {}
-        """Least seconds of an execution, by model and rows of the request."""
 
     def __contains__(self, model: ModelKey) -> bool:
         entry = self.client.catalog.get(*model)
@@ -116,9 +117,6 @@ class Ensembles:
             flow = self._flows[model] = EnsembleFlow.of(model.name, entry.config)
         return flow
 
-    def activity(self, ensemble: ModelKey, step: EnsembleStep) -> StepActivity:
-        return self._activities.setdefault((ensemble, step.number), StepActivity(step.model))
-
     def stages(self, ensemble: ModelKey) -> list[list[StepActivity]]:
         """Return what an ensemble's steps do, by the length of the longest path to them; none for other models."""
         if ensemble not in self:
@@ -128,41 +126,31 @@ class Ensembles:
         for step in flow.steps:
             depths[step.number] = max((1 + depths[source] for source in flow.sources[step.number]), default=0)
         return [
-            [self.activity(ensemble, step) for step in flow.steps if depths[step.number] == depth]
+            [flow.activities[step.number] for step in flow.steps if depths[step.number] == depth]
             for depth in sorted(set(depths.values()))
         ]
 
-    def least_s(self, info: ModelInfo, rows: int) -> float:
-        """Return the least seconds that a request takes, as measured or predicted; 0 if unknown.
-
-        For an ensemble, those of its longest path.
-        """
-        if info.platform == ENSEMBLE:
-            flow = self.flow(info.key)
-            after_s = self.least_after_s(flow, rows)
-            return max(after_s[step.number] + self._step_s(step, rows) for step in flow.steps)
-        entry = self.client.catalog.get(*info.key)
-        predicted = {} if entry is None else entry.footprint.predicted_s
-        known_s = [seconds for bucket, seconds in predicted.items() if bucket.batch >= rows]
-        if (fastest_s := self._fastest_s.get((info.key, rows))) is not None:
-            known_s.append(fastest_s)
-        return min(known_s, default=0.0)
-
-    def least_after_s(self, flow: EnsembleFlow, rows: int) -> dict[int, float]:
-        """Return the least seconds from the end of each step to the end of the last one that depends on it."""
+    def least_after_s(self, flow: EnsembleFlow, rows: int) -> Mapping[int, float]:
+        """Return the least seconds from the end of each step to that of the last one on the longest path after it."""
         after_s: dict[int, float] = {}
         for step in reversed(flow.steps):
-            paths_s = (self._step_s(next_, rows) + after_s[next_.number] for next_ in flow.followers[step.number])
+            following = flow.followers[step.number]
+            paths_s = (self._least_s(flow, one, rows) + after_s[one.number] for one in following)
             after_s[step.number] = max(paths_s, default=0.0)
         return after_s
 
-    def _step_s(self, step: EnsembleStep, rows: int) -> float:
-        return self.least_s(self.client.catalog.require(step.model, step.version), rows)
-
-    def measured(self, answer: Answer, rows: int) -> None:
-        """Record how long a model's request was executed."""
-        key, busy_s = (answer.model, rows), answer.timing.busy_s
-        self._fastest_s[key] = min(busy_s, self._fastest_s.get(key, busy_s))
+    def _least_s(self, flow: EnsembleFlow, step: EnsembleStep, rows: int) -> float:
+        """Return the least seconds that a step takes, as measured or predicted; 0 if unknown."""
+        info = self.client.catalog.require(step.model, step.version)
+        if info.platform == ENSEMBLE:
+            inner = self.flow(info.key)
+            after_s = self.least_after_s(inner, rows)
+            return max(after_s[one.number] + self._least_s(inner, one, rows) for one in inner.steps)
+        entry = self.client.catalog.get(*info.key)
+        predicted = {} if entry is None else entry.footprint.predicted_s
+        known_s = [seconds for bucket, seconds in predicted.items() if bucket.batch >= rows]
+        measured_s = flow.activities[step.number].fastest_s
+        return min([*known_s, *([measured_s[rows]] if rows in measured_s else [])], default=0.0)
 
     def own_steps(self, name: str) -> list[str]:
         """Return the models that are steps of this ensemble's READY versions, and of no other READY ensemble."""
@@ -307,14 +295,13 @@ class EnsembleRun:
 
     async def _execute(self, step: EnsembleStep) -> None:
         info, lease = self._models[step.number], self._leases[step.number]
-        activity, began_s = self._ensembles.activity(self._request.model, step), time.monotonic()
+        activity, began_s = self._flow.activities[step.number], time.monotonic()
         activity.under_way += 1
         try:
             request = self._request_of(step, info)
             if info.has_program:
                 client = self._ensembles.client
                 answer = await infer_or_succeed(client, request, info, lease, step.version, self._on_spans)
-                self._ensembles.measured(answer, request.batch)
             else:
                 lengths = self._lengths(step)
                 answer = await self._ensembles.infer(request, info, lease, self._on_spans, lengths)
@@ -324,7 +311,7 @@ class EnsembleRun:
             raise self._named(step, error) from error
         finally:
             activity.under_way -= 1
-        activity.ended(time.monotonic() - began_s)
+        activity.ended(time.monotonic() - began_s, answer.timing.busy_s, self._request.batch)
         for source in self._sources(step):
             lease.drop(source)
         self._timings.append(answer.timing)
