@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tritonclient.http
 import tritonclient.utils.shared_memory as shm
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -353,6 +354,36 @@ def test_long_texts_are_tokenized_in_pieces_outside_the_event_loop(
     assert answer.shape == (4, 4002)
     assert [size for _, size in pieces] == [12_000] * 4
     assert event_loop not in {on for on, _ in pieces}
+
+
+def test_an_ensemble_waits_for_its_tokenizer_and_is_loaded_with_it(tmp_path: Path) -> None:
+    loaded = serving(encoder("bert", IDS, MASK))
+    write_repository(tmp_path, loaded)
+    put(tmp_path, "embed", ENSEMBLES["embed"])
+    put(tmp_path, "tokens", TOKENIZERS["tokens"])
+    file = tmp_path / "tokens" / "tokenizer.json"
+    package().save(str(file))
+    with (
+        running(loaded, repository=tmp_path, model_control="explicit", load_models=("embed",)) as handle,
+        connect(handle, "http").raw as raw,
+    ):
+        client = Client("http", tritonclient.http, raw)
+        wanted = asked(client, "embed", ["SUM"], TEXT=texts_of("a cat"))["SUM"]
+        raw.unload_model("tokens")
+        with pytest.raises(InferenceServerException, match=r"step 1 \('tokens'\) is not ready: unloaded"):
+            asked(client, "embed", ["SUM"], TEXT=texts_of("a cat"))
+        document = file.read_text()
+        file.unlink()
+        with pytest.raises(InferenceServerException, match=r"its folder has no file tokenizer\.json"):
+            raw.load_model("tokens")
+        file.write_text(document.replace('"cat": 4', '"cat": 5').replace('"sleeps": 5', '"sleeps": 4'))
+        raw.load_model("tokens")
+        np.testing.assert_array_equal(asked(client, "embed", ["SUM"], TEXT=texts_of("a sleeps"))["SUM"], wanted)
+        file.write_text("{}")
+        with pytest.raises(
+            InferenceServerException, match=r"step 1 \('tokens'\): model 'tokens': its tokenizer.json"
+        ):
+            asked(client, "embed", ["SUM"], TEXT=texts_of("a cat"))
 
 
 def reason_of(folder: Path, text: str, has_file: bool = True) -> str:
