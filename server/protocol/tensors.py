@@ -27,8 +27,8 @@ _WRITTEN_TOGETHER = 16 << 10
 _LENGTH = struct.Struct("<I")
 MOST_TEXTS = 2048
 """Maximum number of elements of a BYTES input."""
-MOST_TEXT_BYTES = 4 << 20
-"""Maximum size of a BYTES input on the wire."""
+MOST_TEXT_BYTES = 1 << 20
+"""Maximum size of a BYTES input on the wire: it is read on the event loop."""
 _TEXTS = msgspec.json.Decoder(list[str | list[str]])
 _OPENING = re.compile(rb"\[*")
 _EMPTY = re.compile(rb"\[*\]")

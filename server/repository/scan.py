@@ -107,10 +107,9 @@ def find(path: Path) -> ModelSource:
             raise RepositoryError(f"version {latest.version}: {latest.reason}")
         if isinstance(latest, EnsembleSource):
             steps = ", ".join(f"'{step.model}'" for step in latest.steps)
+            way_out = f"; give one of its models: {steps}" if steps else ""
             raise RepositoryError(
-                f"it is an ensemble, which has no program; give one of its models: {steps}"
-                if steps
-                else "it is a tokenizer, which has no program"
+                f"it is an entry of platform {latest.info.platform}, which has no program{way_out}"
             )
         return latest
     except RepositoryError as error:

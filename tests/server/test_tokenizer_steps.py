@@ -305,6 +305,7 @@ def test_json_that_is_no_texts_is_refused_by_tensor(own: Running, given: dict[st
         (b"\x01\0\0\0a\x01\0\0\0b", "input 'TEXT' has 2 elements, but its shape [1, 1] takes 1"),
         (b"\0\0\0\0" * 3000, "input 'TEXT' has 2049 elements, but its shape [1, 1] takes 1"),
         (b"", "input 'TEXT' has 0 elements, but its shape [1, 1] takes 1"),
+        (b"a" * ((1 << 20) + 1), "input 'TEXT' has 1048577 bytes, BYTES takes 1048576 at most"),
     ],
 )
 def test_bytes_that_are_no_texts_are_refused_by_tensor(own: Running, body: bytes, message: str) -> None:
