@@ -88,7 +88,7 @@ def test_every_metric_is_there(server: Running) -> None:
 
 
 def test_histograms_of_a_model_begin_with_its_first_request_except_the_first_model_s() -> None:
-    models = [FakeServable(identity(name, "FP32").info) for name in ("a", "b")]
+    models = [identity(name, "FP32") for name in ("a", "b")]
 
     def with_histograms() -> set[str]:
         return {dict(labels)["model"] for name, labels in scrape(own) if name == "cohabit_compute_seconds_bucket"}
