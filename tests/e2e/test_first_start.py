@@ -20,8 +20,10 @@ from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.machine import available_cpus
 from cohabit.server.deploy import place, replan
+from cohabit.server.deploy import prepare as preparation
 from cohabit.server.deploy.replan import Replanner
 from cohabit.server.ipc.model import ModelKey
+from cohabit.server.repository.sources import ModelSource
 from tests.support.e2e.archives import Archives
 from tests.support.e2e.serving import Running, eventually, infer, process, serving
 from tests.support.e2e.stacks import Stacks
@@ -309,6 +311,35 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         assert placed.profiles is measured, "once per load"
     kept_profiles = [profile_format.decode(cache_file.read(path)) for path in (cache / "profiles").iterdir()]
     assert {p.fingerprint for p in measured.values()} <= {kept.fingerprint for kept in kept_profiles}
+
+
+def test_a_family_whose_profile_is_in_doubt_is_measured_again_once(
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    for seed, name in enumerate("abc"):
+        stacks.put(repository, name, seed)
+    filled, measured = preparation._filled_by_worker, list[str]()
+
+    def noted(call: Any, source: ModelSource, *arguments: Any, **options: Any) -> Any:
+        measured.append(source.name)
+        return filled(call, source, *arguments, **options)
+
+    with serving(repository, "50%", cache, engine="process", batch_sizes=BATCHES) as server:
+        server.until_planned()
+        models = server.placement.models.values()
+        for model in models:
+            noisy = {b: replace(p, noise=9.0) for b, p in model.profiles.items()}
+            model.profiles = noisy
+        for path in (cache / "profiles").iterdir():
+            kept = profile_format.decode(cache_file.read(path))
+            if not kept.provisional:
+                cache_file.write(path, profile_format.encode(replace(kept, noise=9.0)))
+        monkeypatch.setattr(preparation, "_filled_by_worker", noted)
+        server.on_loop(server.replanner.check())
+        first, *others = (model.profiles for model in models)
+    assert measured == ["a"]
+    assert all(profiles == first != noisy for profiles in others)
 
 
 @pytest.mark.parametrize(
