@@ -297,7 +297,8 @@ def _traced(
 ) -> tuple[str | None, dict[Bucket, Trace]]:
     """Return how rows influence one another, and the trace of each bucket, the smallest batch sizes at several shapes.
 
-    Both follow from the program and the forms of its weights.
+    Both follow from the program and the forms of its weights: a trial of rows, the second test after the proof, is made
+    with the first member's values.
     """
     global _last
     known, form = _last, _form_of(runs, entry)
