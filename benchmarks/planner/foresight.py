@@ -80,9 +80,9 @@ def planned(graph: Graph, profile: Profile, plan: Plan) -> _Planned:
         if isinstance(step, Compute):
             copies = [n for e, (_, n) in zip(step.after, after, strict=True) if isinstance(plan.steps[e], SwapIn)]
             result.ops.append(_Op(profile.op_seconds[step.op], max(copies, default=0)))
-            for tensor in graph.ops[step.op].touched:
-                if tensor in held:
-                    held[tensor].last_read = len(result.ops)
+            for touched in graph.ops[step.op].touched:
+                if touched in held:
+                    held[touched].last_read = len(result.ops)
         elif isinstance(step, SwapIn):
             ops = [n for e, (n, _) in zip(step.after, after, strict=True) if isinstance(plan.steps[e], Compute)]
             tensor, address = graph.tensors[step.tensor], step.address
@@ -109,15 +109,15 @@ def seconds_of(requests: Sequence[_Planned], *, foresight: bool) -> float:
             copies.append((copy, due, request))
         ops += [(op, first_copy + op.copies_before if op.copies_before else 0, request) for op in request.ops]
         before = request
-    now, op, copy = 0.0, 0, 0
+    now, op_n, copy_n = 0.0, 0, 0
     left: list[float | None] = [None, None]  # seconds left of the op and of the copy that run
-    while op < len(ops):
-        if left[0] is None and copy >= ops[op][1]:
-            left[0] = ops[op][0].seconds
-        if left[1] is None and copy < len(copies) and op >= copies[copy][1]:
-            left[1] = copies[copy][0].seconds
+    while op_n < len(ops):
+        if left[0] is None and copy_n >= ops[op_n][1]:
+            left[0] = ops[op_n][0].seconds
+        if left[1] is None and copy_n < len(copies) and op_n >= copies[copy_n][1]:
+            left[1] = copies[copy_n][0].seconds
         both = left[0] is not None and left[1] is not None
-        slowdowns = ops[op][2].slowdowns if both else (1.0, 1.0)
+        slowdowns = ops[op_n][2].slowdowns if both else (1.0, 1.0)
         rests = [math.inf if rest is None else rest * by for rest, by in zip(left, slowdowns, strict=True)]
         passed = min(rests)
         assert passed < math.inf, "neither lane can go on"
@@ -125,7 +125,10 @@ def seconds_of(requests: Sequence[_Planned], *, foresight: bool) -> float:
         ended = rests.index(passed)
         other = left[1 - ended]
         left[ended], left[1 - ended] = None, None if other is None else other - passed / slowdowns[1 - ended]
-        op, copy = (op + 1, copy) if ended == 0 else (op, copy + 1)
+        if ended == 0:
+            op_n += 1
+        else:
+            copy_n += 1
     return now
 
 
