@@ -124,9 +124,8 @@ class FileStore:
     `verify_reads`. `check_tables` does the same for the tables; with `verify_reads`, tables are verified once and kept
     in memory instead. If a table is truncated between this check and a gather, the process ends.
 
-    The page cache keeps what gathers have read, and the system reclaims it. A gather also maps pages beside its rows, up
-    to 2 MiB of them per row, which count as the process's memory: with `unmap_tables` until it has ended, otherwise for
-    good.
+    The page cache keeps what gathers have read, and the system reclaims it. A gather maps up to 2 MiB around each row,
+    which count as the process's memory: with `unmap_tables` until the gather has ended, otherwise for good.
     """
 
     kind: StoreKind = "file"
