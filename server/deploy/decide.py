@@ -217,12 +217,10 @@ class Decider:
             return
         expected_bytes = parts.most_bytes(cast(DeviceArena[Bytes], arena), self._config.frontend_bytes)
         if expected_bytes > parts.limit_bytes:
-            lower_bytes = max(0, 2 * parts.limit_bytes - expected_bytes)
-            fields = {
-                "process_memory": format_bytes(parts.limit_bytes),
-                "may_take": format_bytes(expected_bytes),
-                "stays_within": f"--process-memory {lower_bytes >> 20}MiB",
-            }
+            fields = {"process_memory": format_bytes(parts.limit_bytes), "may_take": format_bytes(expected_bytes)}
+            if self._bundle is None:  # a bundle's models take the same memory whatever the limit
+                lower_bytes = max(0, 2 * parts.limit_bytes - expected_bytes)
+                fields["stays_within"] = f"--process-memory {lower_bytes >> 20}MiB"
             _log.warning("the processes may take more memory than --process-memory", extra={"fields": fields})
 
     def _kept_bytes(self, models: Sequence[Model], division: Division) -> int:

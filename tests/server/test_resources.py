@@ -232,6 +232,7 @@ def warnings_of_memory(
         _memory=SimpleNamespace(arena=arena),
         _process_memory=replace(parts, limit_bytes=limit_bytes),
         _config=SimpleNamespace(frontend_bytes=frontend_bytes),
+        _bundle=None,
     )
     decide.Decider.warn_of_process_memory(decider)
     return len([record for record in caplog.records if "may take more memory" in record.getMessage()])
