@@ -17,6 +17,8 @@ class DeviceOptions:
     """Whether to compare reads from weights files with checksums."""
     lost_on_change: bool = True
     """Whether a changed weights file counts as the loss of the device; for the CPU only."""
+    unmap_tables: bool = False
+    """Whether embedding tables in files leave the process's memory after each gather; for the CPU only."""
     host_memory_bytes: int | None = None
     """The RAM that this process may use, by default the machine's: CUDA pins a part of it."""
 
@@ -45,6 +47,7 @@ def open_cpu(name: str, options: DeviceOptions) -> Backend:
     return CpuBackend(
         options.link_bandwidth_bytes_per_s,
         verify_reads=options.verify_reads,
+        unmap_tables=options.unmap_tables,
         lost_on_change=options.lost_on_change,
     )
 

@@ -92,7 +92,7 @@ class HostStore(Protocol[Destination_contra]):
 
     @property
     def check_tables(self) -> Callable[[], None] | None:
-        """Check to call before and after each gather, which raises StoreChanged. None if tables cannot change."""
+        """Check to call before and after each gather, which raises StoreChanged. None if tables are in memory."""
         ...
 
     def spill_buffers(self, sizes: Sequence[int]) -> list[SpillBuffer]:

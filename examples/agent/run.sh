@@ -16,6 +16,6 @@ for name in embedder reranker chat; do
         --max-sequence-length 256
 done
 
-# Keys and values of texts, and requests, take up to --queue-memory each. The size is a budget for planning; the
-# processes took 692 MiB with it.
+# Keys and values of texts, and requests, take up to --queue-memory each. The size is a budget for planning: with it the
+# processes took 580 MiB, and a warning at the start says that they may take more.
 exec cohabit serve "$models" --process-memory 560MiB --store file --queue-memory 24MiB --batch-sizes 1 "$@"

@@ -32,7 +32,8 @@ _log = logging.getLogger("cohabit.runtime")
 class CpuBackend(Backend):
     """`link_bandwidth_bytes_per_s` limits the speed of copies, to emulate another bus or flash.
 
-    `verify_reads` checks all reads from weights files against their checksums. `lost_on_change`: see `CpuExecutor`.
+    `verify_reads` checks all reads from weights files against their checksums. `unmap_tables`: see `FileStore`.
+    `lost_on_change`: see `CpuExecutor`.
     """
 
     name = "cpu"
@@ -42,10 +43,12 @@ class CpuBackend(Backend):
         link_bandwidth_bytes_per_s: float | None = None,
         *,
         verify_reads: bool = False,
+        unmap_tables: bool = False,
         lost_on_change: bool = True,
     ) -> None:
         self._bandwidth = link_bandwidth_bytes_per_s
         self._verify_reads = verify_reads
+        self._unmap_tables = unmap_tables
         self._lost_on_change = lost_on_change
         self._links = Links()
         self._executors: list[CpuExecutor] = []
@@ -59,7 +62,7 @@ class CpuBackend(Backend):
         return CpuArena(nbytes)
 
     def open_store(self, kind: StoreKind, path: Path, manifest: Manifest) -> HostStore[Bytes]:
-        store = open_store(kind, path, manifest, verify_reads=self._verify_reads)
+        store = open_store(kind, path, manifest, verify_reads=self._verify_reads, unmap_tables=self._unmap_tables)
         return store if self._bandwidth is None else LimitedStore(store, self._bandwidth, self._links)
 
     def executors(self, count: int) -> Sequence[CpuExecutor]:

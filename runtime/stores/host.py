@@ -44,12 +44,15 @@ Store = HostStore[Bytes]
 
 
 def open_store(
-    kind: StoreKind, path: Path, manifest: Manifest, *, verify_reads: bool = False
+    kind: StoreKind, path: Path, manifest: Manifest, *, verify_reads: bool = False, unmap_tables: bool = False
 ) -> "RamStore | FileStore":
-    """Open a weights file. With `verify_reads`, all bytes read are compared with checksums; raises StoreChanged."""
+    """Open a weights file. With `verify_reads`, all bytes read are compared with checksums; raises StoreChanged.
+
+    With `unmap_tables`, a file store's tables leave the process's memory after each gather.
+    """
     if kind == "ram":
         return RamStore(path, manifest, verify_reads=verify_reads)
-    return FileStore(path, manifest, verify_reads=verify_reads)
+    return FileStore(path, manifest, verify_reads=verify_reads, unmap_tables=unmap_tables)
 
 
 class RamStore:
@@ -120,15 +123,21 @@ class FileStore:
     verified if its file's size or times have changed since the start or since it was last verified, and always with
     `verify_reads`. `check_tables` does the same for the tables; with `verify_reads`, tables are verified once and kept
     in memory instead. If a table is truncated between this check and a gather, the process ends.
+
+    The page cache keeps what gathers have read, and the system reclaims it. A gather maps up to 2 MiB around each row,
+    which count as the process's memory: with `unmap_tables` until the gather has ended, otherwise for good.
     """
 
     kind: StoreKind = "file"
     staged = False
 
-    def __init__(self, path: Path, manifest: Manifest, *, verify_reads: bool = False) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, *, verify_reads: bool = False, unmap_tables: bool = False
+    ) -> None:
         self.manifest = manifest
         self._path = path
         self._verify_reads = verify_reads
+        self._unmap_tables = unmap_tables
         self._ranges = stored_ranges(path, manifest)
         self._fds: dict[Path, int] = {}
         try:
@@ -142,6 +151,9 @@ class FileStore:
         """Of each range's file, at the start or when the range was last verified."""
         self._held = [self._in_use(n) for n, r in enumerate(self._ranges) if r.digest]
         self._tables: dict[str, Bytes] = {}
+        """Verified tables, in memory."""
+        self._mapped: dict[Path, Bytes] = {}
+        """Files with tables."""
         self.check_tables = None if verify_reads or not manifest.tables else self._check_tables
 
     def copy(self, segment: int, destination: Bytes) -> Copy:
@@ -204,11 +216,13 @@ class FileStore:
         table = find_table(self.manifest, name)
         if self._verify_reads:
             return table_view(self._verified_table(table), table, 0)
-        index = _index_of(self.manifest, table)
-        with self._buffered(index) as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        mapped.madvise(mmap.MADV_RANDOM)
-        return table_view(np.frombuffer(mapped, np.uint8), table, self._ranges[index].offset)
+        stored = self._ranges[_index_of(self.manifest, table)]
+        if stored.path not in self._mapped:
+            with self._buffered(_index_of(self.manifest, table)) as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            mapped.madvise(mmap.MADV_RANDOM)
+            self._mapped[stored.path] = np.frombuffer(mapped, np.uint8)
+        return table_view(self._mapped[stored.path], table, stored.offset)
 
     def _verified_table(self, table: Table) -> Bytes:
         if table.name not in self._tables:
@@ -222,7 +236,10 @@ class FileStore:
         return self._tables[table.name]
 
     def _check_tables(self) -> None:
-        """Compare tables with their checksums if their file has changed since the last comparison."""
+        """Unmap tables if asked to, and compare those whose file has changed since the last comparison."""
+        if self._unmap_tables:
+            for mapped in list(self._mapped.values()):
+                release_pages(mapped)
         for index in range(len(self.manifest.segments), len(self._ranges)):
             if self._is_changed(index):
                 stored = self._ranges[index]

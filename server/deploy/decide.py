@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 from cohabit.planner.errors import CohabitError, InfeasibleBudget, format_bytes
 from cohabit.planner.graph import aligned
@@ -13,8 +14,9 @@ from cohabit.planner.sizing.problem import Division
 from cohabit.runtime.errors import MemoryExceeded
 from cohabit.runtime.heap import release_free_memory
 from cohabit.runtime.lowering.lower import NotCached
+from cohabit.runtime.memory import DeviceArena
 from cohabit.runtime.pieces import HELD
-from cohabit.runtime.stores.pages import release_code_pages
+from cohabit.runtime.stores.pages import Bytes, occupied_bytes, release_code_pages
 from cohabit.server.config.bundle import Bundle
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.machine import resident_bytes
@@ -72,6 +74,8 @@ class Decider:
         """Memory for all models. If none can be loaded later, the arena is only as large as they need."""
         self.is_divided_roughly = False
         """Whether the start's division was made by a rule of thumb or for other profiles."""
+        self._process_memory: ProcessMemory | None = None
+        """With --process-memory: the parts by which the start divided."""
         self._config = config
         self._bundle = bundle
         self._memory = memory
@@ -167,9 +171,12 @@ class Decider:
         _leave_out_batches(models, division.most_batches[len(others) :])
         if measured is not None and (kept_bytes := await in_thread(self._kept_bytes, models, division)):
             # Activations are in the heap, beside the arena, whose workspace copies of other models have filled.
-            self.memory_bytes = await in_thread(self._within, replace(measured, kept_bytes=kept_bytes), models)
+            measured = replace(measured, kept_bytes=kept_bytes)
+            self.memory_bytes = await in_thread(self._within, measured, models)
             division = await in_thread(divide)
             _leave_out_batches(models, division.most_batches[len(others) :])
+
+        self._process_memory = self._process_memory or measured
 
         # Loaded models keep their partitions, or shrink to their share.
         workspace = division.workspace_bytes
@@ -224,6 +231,22 @@ class Decider:
         )
         self.memory_limit = FixedSize(measured.models_bytes)
         return measured.models_bytes
+
+    def warn_of_process_memory(self) -> None:
+        """Warn if the server, measured with its models loaded, may exceed --process-memory.
+
+        The division counted what was in memory before it. Bound plans and other objects of the start came later.
+        """
+        arena, parts = self._memory.arena, self._process_memory
+        if arena is None or parts is None:
+            return
+        expected_bytes = parts.most_bytes(cast(DeviceArena[Bytes], arena), self._config.frontend_bytes)
+        if expected_bytes > parts.limit_bytes:
+            fields = {"process_memory": format_bytes(parts.limit_bytes), "may_take": format_bytes(expected_bytes)}
+            if self._bundle is None:  # a bundle's models take the same memory whatever the limit
+                lower_bytes = max(0, 2 * parts.limit_bytes - expected_bytes)
+                fields["stays_within"] = f"--process-memory {lower_bytes >> 20}MiB"
+            _log.warning("the processes may take more memory than --process-memory", extra={"fields": fields})
 
     def _kept_bytes(self, models: Sequence[Model], division: Division) -> int:
         """Return the memory that activations take beside a workspace that another model's copies have filled.
@@ -302,6 +325,12 @@ class ProcessMemory:
     @property
     def _fixed_bytes(self) -> int:
         return self.base_bytes + self.store_bytes + SERVING_BYTES + self.kept_bytes
+
+    def most_bytes(self, arena: DeviceArena[Bytes], frontend_bytes: int) -> int:
+        """Return what all processes may take, given this one before its first request: the arena will fill."""
+        idle_bytes = arena.nbytes - occupied_bytes(arena.bytes(0, arena.nbytes))
+        later_bytes = SERVING_BYTES + self.kept_bytes + self.queue_bytes + self.state_bytes
+        return resident_bytes() + frontend_bytes + idle_bytes + later_bytes
 
     def require(self, models_bytes: int) -> None:
         """Raise ConfigError, with the size of each part, if the models get less than `models_bytes`."""

@@ -191,6 +191,8 @@ class ModelPlacement:
                             await recording_failure(model, self.migrator.load(model, accept, throttle=not first))
                         if failures and not first:
                             raise _NotPlaced
+                if first:
+                    await in_thread(self.decider.warn_of_process_memory)
                 outside_bytes = self.memory.backend.outside_bytes
                 if first and outside_bytes is not None:
                     fields = {"arena_bytes": self.memory.partitions.arena_bytes, "outside_bytes": outside_bytes}

@@ -57,7 +57,13 @@ def open_backend(config: ServeConfig) -> Backend:
     rebuilds_on_restart = config.engine == "process" and config.bundle is None
     link = config.link_bandwidth_bytes_per_s
     memory_bytes, _ = available_memory()
-    options = DeviceOptions(link, config.verifies_reads, rebuilds_on_restart, memory_bytes)
+    options = DeviceOptions(
+        link,
+        verify_reads=config.verifies_reads,
+        lost_on_change=rebuilds_on_restart,
+        unmap_tables=config.process_memory_bytes is not None,
+        host_memory_bytes=memory_bytes,
+    )
     return open_device(config.device, options)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -127,6 +128,29 @@ def test_verified_tables_are_in_memory(lowered: Lowered) -> None:
     os.truncate(lowered.weights_path, 0)
     assert torch.equal(table, before)
     assert store.check_tables is None
+    store.close()
+
+
+def mapped_bytes(path: Path) -> int:
+    """Pages of a file in this process's memory, by the kernel's count."""
+    files = (region for region in psutil.Process().memory_maps(grouped=True) if region.path == str(path))
+    return sum(region.rss for region in files)
+
+
+@pytest.mark.parametrize("unmap_tables", [True, False])
+def test_a_gather_leaves_no_page_of_an_unmapped_table(lowered: Lowered, unmap_tables: bool) -> None:
+    store = open_store("file", lowered.weights_path, lowered.manifest, unmap_tables=unmap_tables)
+    table = store.table(lowered.manifest.tables[0].name)
+    rows = torch.arange(0, len(table), max(1, len(table) // 8))
+    first = torch.nn.functional.embedding(rows, table)
+    assert mapped_bytes(lowered.weights_path) > 0
+    assert store.check_tables is not None
+    store.check_tables()
+    assert (mapped_bytes(lowered.weights_path) == 0) is unmap_tables
+    assert torch.equal(torch.nn.functional.embedding(rows, table), first)
+    whole = open_store("ram", lowered.weights_path, lowered.manifest)
+    assert torch.equal(table, whole.table(lowered.manifest.tables[0].name))
+    whole.close()
     store.close()
 
 

@@ -140,6 +140,20 @@ def test_the_kustomization_and_the_service_monitor_fit_the_deployment() -> None:
     assert credentials["key"] in secret["stringData"]
 
 
+def test_the_scaled_object_scales_the_deployment_by_metrics_that_exist(server: Running) -> None:
+    scaled = yaml.safe_load((DOCS / "deploy" / "scaledobject.yaml").read_text())
+    documents = list(yaml.safe_load_all((DOCS / "kubernetes.yaml").read_text()))
+    (deployment,) = [d["metadata"]["name"] for d in documents if d["kind"] == "Deployment"]
+    spec = scaled["spec"]
+    assert spec["scaleTargetRef"]["name"] == deployment
+    assert 1 <= spec["minReplicaCount"] < spec["maxReplicaCount"]
+    (trigger,) = spec["triggers"]
+    samples = {name for name, _ in everything(server)}
+    assert set(METRIC.findall(trigger["metadata"]["query"])) <= samples
+    assert float(trigger["metadata"]["threshold"]) > 0
+    assert {"serverAddress", "query", "threshold"} == trigger["metadata"].keys()
+
+
 def test_the_systemd_unit_starts_the_server_with_settings_that_exist_and_keeps_what_it_needs() -> None:
     lines = (DOCS / "deploy" / "cohabit.service").read_text().splitlines()
     settings = [line.partition("=") for line in lines if "=" in line and not line.startswith("#")]

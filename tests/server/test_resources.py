@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from cohabit.planner.errors import format_bytes
 from cohabit.planner.graph import Graph, Op, Tensor
+from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cuda.backend import CudaBackend
 from cohabit.runtime.cuda.driver import CudaDriver
 from cohabit.runtime.devices import open_device
@@ -30,6 +32,7 @@ from cohabit.server.config.machine import (
     memory_kills,
     memory_left,
     refuse_impossible,
+    resident_bytes,
 )
 from cohabit.server.config.sizes import FixedSize
 from cohabit.server.deploy import decide, prepare
@@ -198,6 +201,41 @@ def test_activations_count_beside_a_workspace_that_other_models_stream_through(
     assert decide.Decider._kept_bytes(decider, models, division) == kept * (1 << 20)
     measured = decide.ProcessMemory(400 << 20, 100 << 20, 0, 0, kept_bytes=int(kept) << 20)
     assert measured.models_bytes == (400 - 100 - 44 - int(kept)) // 4 * 4 << 20
+
+
+@pytest.mark.parametrize("filled_share", [0.0, 0.5, 1.0])
+def test_a_loaded_server_counts_its_memory_again_with_the_arena_full(
+    filled_share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    nbytes, frontend_bytes = 128 << 20, 50 << 20
+    with CpuArena(nbytes) as arena:
+        if filled := int(nbytes * filled_share):
+            arena.bytes(0, filled)[:] = 1
+        parts = decide.ProcessMemory(8 << 30, 0, 0, 3 << 20, state_bytes=2 << 20, kept_bytes=1 << 20)
+        most_bytes = parts.most_bytes(arena, frontend_bytes)
+        warned = [warnings_of_memory(arena, parts, frontend_bytes, limit, caplog) for limit in (1 << 20, 1 << 50)]
+        arena.bytes(0, nbytes)[:] = 1
+        measured = resident_bytes()
+    assert abs(most_bytes - (measured + frontend_bytes + (44 + 3 + 2 + 1 << 20))) < 8 << 20
+    assert warned == [1, 0]
+
+
+def warnings_of_memory(
+    arena: CpuArena,
+    parts: decide.ProcessMemory,
+    frontend_bytes: int,
+    limit_bytes: int,
+    caplog: pytest.LogCaptureFixture,
+) -> int:
+    caplog.clear()
+    decider: Any = SimpleNamespace(
+        _memory=SimpleNamespace(arena=arena),
+        _process_memory=replace(parts, limit_bytes=limit_bytes),
+        _config=SimpleNamespace(frontend_bytes=frontend_bytes),
+        _bundle=None,
+    )
+    decide.Decider.warn_of_process_memory(decider)
+    return len([record for record in caplog.records if "may take more memory" in record.getMessage()])
 
 
 @pytest.mark.parametrize("queue_bytes", [None, 3 << 20])
