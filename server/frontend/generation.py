@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cohabit.server.errors import InvalidRequest, ModelNotFound, Overloaded, Refused, SequenceLost
+from cohabit.server.frontend.constraints import Constraints, Grammar
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.model_files import ModelFiles
 from cohabit.server.frontend.threads import call
@@ -286,6 +287,7 @@ class Text:
     """Maximum number of generated tokens."""
     likely: int | None
     """Number of alternatives to report per token, with log probabilities; None reports none."""
+    grammar: Grammar | None = None
     generated: int = 0
     reused: int = 0
     """Number of the prompt's tokens that another text had computed."""
@@ -312,37 +314,46 @@ class TextPiece:
     """The token's own, and those of the most likely tokens."""
 
 
-async def generate(plane: DataPlane, text: Text, prefixes: Prefixes) -> AsyncGenerator[TextPiece, None]:
+async def generate(
+    plane: DataPlane, text: Text, prefixes: Prefixes, constraints: Constraints
+) -> AsyncGenerator[TextPiece, None]:
     """Generate a text token by token. Closing or cancelling the generator ends the text. Raises RequestError."""
     info, sampler, stops, tokenizer = text.info, text.sampler, StopStrings(text.stops), text.tokenizer
     decoder = None if tokenizer is None else tokenizer.decoder(text.prompt, cleans_up=text.cleans_up_spaces)
     sequence = TokenSequence(plane, info, list(text.prompt), len(text.prompt), prefixes)
     slow = info.outputs[0].shape[-1] > _QUICK_VOCABULARY
+    following = nullcontext() if text.grammar is None else constraints.following(text.grammar)
     started_s = time.monotonic()
     with plane.generating(), closing(sequence):
-        while text.finish_reason is None:
-            logits = await sequence.logits()
-            text.reused = sequence.reused
-            token = await call(slow and not sampler.is_greedy, sampler.choose, logits)
-            now_s = time.monotonic()
-            plane.generated(info.key, now_s - started_s, first=not text.generated)
-            started_s = now_s
-            text.generated += 1
-            is_end, piece = token in text.stop_ids, ""
-            if decoder is not None and tokenizer is not None:
-                # A special token is no text, but may be a stop string, or a part of one.
-                piece = stops.push(tokenizer.special(token), hidden=True)
-                piece += "" if is_end else stops.push(decoder.push(token))
-            if is_end or stops.found:
-                text.finish_reason = "stop"
-            elif text.generated >= text.most:
-                text.finish_reason = "length"
-            if text.finish_reason is not None and decoder is not None and not stops.found:
-                piece += stops.push(decoder.flush())
-                text.finish_reason = "stop" if stops.found else text.finish_reason
-                piece += stops.flush()
-            likely = None
-            if text.likely is not None:
-                likely = await call(slow, log_probabilities, logits, token, text.likely)
-            yield TextPiece(piece, token, likely)
-            sequence.tokens.append(token)
+        async with following as constraint:
+            # A schema that is not supported is refused before the engine has any work.
+            allowed = None if constraint is None else await constraint.allowed()
+            while text.finish_reason is None:
+                logits = await sequence.logits()
+                text.reused = sequence.reused
+                if constraint is not None and text.generated:
+                    allowed = await constraint.allowed()
+                token = await call(slow and not sampler.is_greedy, sampler.choose, logits, allowed)
+                now_s = time.monotonic()
+                plane.generated(info.key, now_s - started_s, first=not text.generated)
+                started_s = now_s
+                text.generated += 1
+                is_end, piece = token in text.stop_ids, ""
+                is_complete = constraint is not None and not is_end and await constraint.push(token)
+                if decoder is not None and tokenizer is not None:
+                    # A special token is no text, but may be a stop string, or a part of one.
+                    piece = stops.push(tokenizer.special(token), hidden=True)
+                    piece += "" if is_end else stops.push(decoder.push(token))
+                if is_end or is_complete or stops.found:
+                    text.finish_reason = "stop"
+                elif text.generated >= text.most:
+                    text.finish_reason = "length"
+                if text.finish_reason is not None and decoder is not None and not stops.found:
+                    piece += stops.push(decoder.flush())
+                    text.finish_reason = "stop" if stops.found else text.finish_reason
+                    piece += stops.flush()
+                likely = None
+                if text.likely is not None:
+                    likely = await call(slow, log_probabilities, logits, token, text.likely)
+                yield TextPiece(piece, token, likely)
+                sequence.tokens.append(token)

@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import Meta, structs
 
 from cohabit.server.errors import InvalidRequest, Refused, RequestError
+from cohabit.server.frontend.constraints import Constraints, Grammar
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.generation import (
     LanguageDocuments,
@@ -22,6 +23,7 @@ from cohabit.server.frontend.generation import (
     TextPiece,
     generate,
 )
+from cohabit.server.frontend.grammar_process import Vocabulary
 from cohabit.server.frontend.templates import REASONING, ChatTemplates
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.http.answers import json_response
@@ -33,6 +35,7 @@ from cohabit.server.ipc.model import LanguageDocument, ModelInfo
 from cohabit.server.log import log_internal_error
 from cohabit.server.protocol.decoding import Sampler, Sampling
 from cohabit.server.protocol.json_body import parse_json
+from cohabit.server.protocol.structured import ResponseFormat, Schema, Structure
 
 _log = logging.getLogger("cohabit.frontend")
 
@@ -91,6 +94,12 @@ class _Asked(msgspec.Struct, kw_only=True):
     """Not OpenAI's: ignores end tokens, for benchmarks."""
     return_token_ids: bool | None = None
     """Not OpenAI's: returns the token ids of each piece of text."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: Structure | None = None
+    """Not OpenAI's, like the next ones."""
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -105,6 +114,22 @@ class _Asked(msgspec.Struct, kw_only=True):
                 f"stop: there can be {_MOST_STOPS} strings of 1 to {_MOST_STOP_CHARACTERS} characters"
             )
         return stops
+
+    @property
+    def grammar(self) -> str | None:
+        """The grammar that the texts follow. Raises InvalidRequest."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice)
+        structures = [self.structured_outputs] if self.structured_outputs is not None else []
+        if any(value is not None for value in guided):
+            structures.append(Structure(json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice))
+        grammars = [structure.grammar() for structure in structures]
+        if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
+            grammars.append(grammar)
+        if len(grammars) > 1:
+            raise InvalidRequest("response_format, structured_outputs and guided_* exclude one another; send one")
+        if grammars and self.ignore_eos:
+            raise InvalidRequest("ignore_eos is true, and a text with a schema ends with it; leave ignore_eos out")
+        return grammars[0] if grammars else None
 
     def sampler(self, number: int = 0) -> Sampler:
         """Return the sampler of a prompt's text. With a seed, each of its texts has a seed of its own."""
@@ -200,6 +225,7 @@ class CompletionsApi:
         self._plane = plane
         self._documents = LanguageDocuments(plane.repository)
         self._prefixes = Prefixes()
+        self._constraints = Constraints()
         self._templates = ChatTemplates()
         self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
 
@@ -345,6 +371,12 @@ class CompletionsApi:
                 f" {len(prompt)}, so that at most {left} can be generated; ask for fewer, or leave max_tokens out"
             )
         usual = left if isinstance(asked, ChatBody) else min(_USUAL_TOKENS, left)
+        grammar = None
+        if (structure := asked.grammar) is not None:
+            if tokenizer is None or tokenizer.file is None:
+                raise InvalidRequest(f"model '{info.name}' has no tokenizer, so that no text can follow a schema")
+            ends = tuple(token for token in document.stop_ids if token < vocabulary)
+            grammar = Grammar(structure.encode(), Vocabulary(tokenizer.file, vocabulary, ends))
         return Text(
             info,
             tokenizer,
@@ -352,13 +384,14 @@ class CompletionsApi:
             sampler,
             stops,
             stop_ids=() if asked.ignore_eos else document.stop_ids,
-            cleans_up_spaces=document.cleans_up_spaces,
+            cleans_up_spaces=document.cleans_up_spaces and grammar is None,
             most=usual if most is None else most,
             likely=likely,
+            grammar=grammar,
         )
 
     async def _answer(self, asked: _Asked, forms: Sequence[_Form], *, streams: bool) -> web.StreamResponse:
-        pieces = _together([generate(self._plane, form.text, self._prefixes) for form in forms])
+        pieces = _together([generate(self._plane, form.text, self._prefixes, self._constraints) for form in forms])
         if not streams:
             found: list[list[TextPiece]] = [[] for _ in forms]
             async with aclosing(pieces):

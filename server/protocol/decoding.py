@@ -56,12 +56,14 @@ class Sampler:
         """The largest token with a bias; -1 without any."""
         return int(self._biased.max(initial=-1))
 
-    def choose(self, logits: Array) -> int:
+    def choose(self, logits: Array, allowed: Array | None = None) -> int:
         """Return the next token, given the logits of all tokens [vocabulary], float32.
 
-        Raises Refused for logits without a finite maximum.
+        `allowed` says which tokens may be chosen [vocabulary], bool. Raises Refused for logits without a finite
+        maximum.
         """
-        token = self._chosen(self._adjusted(logits))
+        adjusted = self._adjusted(logits)
+        token = self._chosen(adjusted if allowed is None else np.where(allowed, adjusted, np.float32(-np.inf)))
         self._generated[token] += 1
         return token
 
