@@ -114,8 +114,9 @@ class Constraints:
     async def _send(self, vocabulary: Vocabulary, connection: socket.socket) -> None:
         async with self._starting:
             if self._process is None or self._process.poll() is not None:
-                control, process = self._control, self._process = await call(True, _started)
+                control, process = await call(True, _started)
                 weakref.finalize(self, _end, control, process)
+                self._control, self._process = control, process
             assert self._control is not None
             try:
                 socket.send_fds(self._control, [msgspec.msgpack.encode(vocabulary)], [connection.fileno()])

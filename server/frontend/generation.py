@@ -288,6 +288,8 @@ class Text:
     likely: int | None
     """Number of alternatives to report per token, with log probabilities; None reports none."""
     grammar: Grammar | None = None
+    shows_special: bool = False
+    """Whether the text has the special tokens in it, of which some models make calls of tools."""
     generated: int = 0
     reused: int = 0
     """Number of the prompt's tokens that another text had computed."""
@@ -342,7 +344,7 @@ async def generate(
                 is_complete = constraint is not None and not is_end and await constraint.push(token)
                 if decoder is not None and tokenizer is not None:
                     # A special token is no text, but may be a stop string, or a part of one.
-                    piece = stops.push(tokenizer.special(token), hidden=True)
+                    piece = stops.push(tokenizer.special(token), hidden=is_end or not text.shows_special)
                     piece += "" if is_end else stops.push(decoder.push(token))
                 if is_end or is_complete or stops.found:
                     text.finish_reason = "stop"

@@ -117,6 +117,11 @@ class LoadedTokenizer:
         added = self._added.get(token)
         return added.content if added is not None and added.special else ""
 
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens by their texts."""
+        return {added.content: token for token, added in self._added.items() if added.special}
+
     def is_shown(self, token: int) -> bool:
         """Whether a token adds to the text: it is known, and not special."""
         return not self.special(token) and self.tokenizer.id_to_token(token) is not None

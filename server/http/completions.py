@@ -14,6 +14,7 @@ from aiohttp import web
 from msgspec import Meta, structs
 
 from cohabit.server.errors import InvalidRequest, Refused, RequestError
+from cohabit.server.frontend.call_forms import CallForms
 from cohabit.server.frontend.constraints import Constraints, Grammar
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.generation import (
@@ -24,7 +25,7 @@ from cohabit.server.frontend.generation import (
     generate,
 )
 from cohabit.server.frontend.grammar_process import Vocabulary
-from cohabit.server.frontend.templates import REASONING, ChatTemplates
+from cohabit.server.frontend.templates import REASONING, ChatTemplates, rendered
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.http.answers import json_response
 from cohabit.server.http.body import read_body
@@ -36,6 +37,7 @@ from cohabit.server.log import log_internal_error
 from cohabit.server.protocol.decoding import Sampler, Sampling
 from cohabit.server.protocol.json_body import parse_json
 from cohabit.server.protocol.structured import ResponseFormat, Schema, Structure
+from cohabit.server.protocol.tools import CallParser, NamedTool, Tool, ToolUse, tool_use
 
 _log = logging.getLogger("cohabit.frontend")
 
@@ -64,6 +66,9 @@ _MOST_LISTS = 1 << 17
 """Maximum number of lists and objects in a body, which is also refused for as many brackets in its texts."""
 
 Message = dict[str, Any]
+
+
+_NULL = msgspec.Raw(b"null")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -127,8 +132,6 @@ class _Asked(msgspec.Struct, kw_only=True):
             grammars.append(grammar)
         if len(grammars) > 1:
             raise InvalidRequest("response_format, structured_outputs and guided_* exclude one another; send one")
-        if grammars and self.ignore_eos:
-            raise InvalidRequest("ignore_eos is true, and a text with a schema ends with it; leave ignore_eos out")
         return grammars[0] if grammars else None
 
     def sampler(self, number: int = 0) -> Sampler:
@@ -165,6 +168,9 @@ class ChatBody(_Asked, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: msgspec.Raw = _NULL
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -227,6 +233,7 @@ class CompletionsApi:
         self._prefixes = Prefixes()
         self._constraints = Constraints()
         self._templates = ChatTemplates()
+        self._call_forms = CallForms(self._templates)
         self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
 
     async def generate(
@@ -241,7 +248,7 @@ class CompletionsApi:
             document = await self._documents.of(info)
             tokenizer = await self._plane.tokenizers.of(info.name)
             prompt = await self._tokens(asked.text_input, info, tokenizer, adds_special=True)
-            text = self._text(asked, sampler, info, tokenizer, prompt, document, None)
+            text = self._text(asked, sampler, info, tokenizer, prompt, document, None, asked.grammar)
         return await self._answer(asked, [_Generated(text, asked.id)], streams=streams)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -250,7 +257,7 @@ class CompletionsApi:
             asked, info, document = read
             tokenizer = await self._plane.tokenizers.find(info.name)
             prompts = await self._prompts(asked.prompt, info, tokenizer)
-            texts = self._texts(asked, info, tokenizer, prompts, document, asked.logprobs)
+            texts = self._texts(asked, info, tokenizer, prompts, document, asked.logprobs, asked.grammar)
         named = _named(asked, texts[0])
         forms = [_Completion(text, named, index) for index, text in enumerate(texts)]
         return await self._answer(asked, forms, streams=bool(asked.stream))
@@ -264,12 +271,24 @@ class CompletionsApi:
             tokenizer = await self._plane.tokenizers.of(info.name)
             conversation = [_plain(message) for message in asked.messages]
             _refuse_unread(conversation, document)
-            prompt_text = await self._templates.rendered(info.name, document, conversation)
+            slow = len(memoryview(asked.tools)) > _QUICK_BODY_BYTES
+            offered, use = await self._plane.decode(slow, _parsed_tools, asked)
+            form, structure = None, asked.grammar
+            if use is not None:
+                ends = [tokenizer.special(token) or tokenizer.name(token) for token in document.stop_ids]
+                form = await self._call_forms.of(info.name, document, ends)
+                structure = form.grammar(use, tokenizer.special_tokens, structure)
+            prompt_text = await self._templates.call(
+                info.name, rendered, info.name, document, conversation, offered
+            )
             prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
             likely = (asked.top_logprobs or 0) if asked.logprobs else None
-            texts = self._texts(asked, info, tokenizer, [prompt], document, likely)
+            texts = self._texts(asked, info, tokenizer, [prompt], document, likely, structure)
+            for text in texts:
+                text.shows_special = use is not None
         named = _named(asked, texts[0])
-        forms = [_Chat(text, named, index) for index, text in enumerate(texts)]
+        parsers = [CallParser(form, use) if form is not None and use is not None else None for _ in texts]
+        forms = [_Chat(text, named, index, parsers[index]) for index, text in enumerate(texts)]
         return await self._answer(asked, forms, streams=bool(asked.stream))
 
     @asynccontextmanager
@@ -320,6 +339,7 @@ class CompletionsApi:
         prompts: Sequence[list[int]],
         document: LanguageDocument,
         likely: int | None,
+        structure: str | None,
     ) -> list[Text]:
         """Return `n` texts for each prompt, in the order of their indices in the answer."""
         each = asked.n or 1
@@ -329,7 +349,7 @@ class CompletionsApi:
                 f" {_MOST_TEXTS}: send several"
             )
         return [
-            self._text(asked, asked.sampler(number), info, tokenizer, prompt, document, likely)
+            self._text(asked, asked.sampler(number), info, tokenizer, prompt, document, likely, structure)
             for prompt in prompts
             for number in range(each)
         ]
@@ -343,6 +363,7 @@ class CompletionsApi:
         prompt: list[int],
         document: LanguageDocument,
         likely: int | None,
+        structure: str | None,
     ) -> Text:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens")
@@ -372,7 +393,11 @@ class CompletionsApi:
             )
         usual = left if isinstance(asked, ChatBody) else min(_USUAL_TOKENS, left)
         grammar = None
-        if (structure := asked.grammar) is not None:
+        if structure is not None:
+            if asked.ignore_eos:
+                raise InvalidRequest(
+                    "ignore_eos is true, and a text with a schema or tools ends by itself; leave it out"
+                )
             if tokenizer is None or tokenizer.file is None:
                 raise InvalidRequest(f"model '{info.name}' has no tokenizer, so that no text can follow a schema")
             ends = tuple(token for token in document.stop_ids if token < vocabulary)
@@ -599,34 +624,48 @@ class _Chat:
     text: Text
     named: _Named
     index: int = 0
+    calls: CallParser | None = None
+    """Finds the calls of tools in the text."""
     path: str = "/v1/"
 
     def start(self) -> dict[str, Any]:
         return self._chunk({"role": "assistant", "content": ""}, None)
 
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
-        if self.named.is_empty(piece):
+        delta: Mapping[str, Any] = {"content": piece.text}
+        if self.calls is not None:
+            delta = self.calls.push(piece.text, is_last=self.text.finish_reason is not None)
+        if self.named.is_empty(piece) or not (delta or piece.log_probabilities or self.named.with_ids):
             return None
-        answer = self._chunk({"content": piece.text}, None)
+        answer = self._chunk(delta, None)
         answer["choices"][0] |= self.named.ids([piece])
         if self.text.likely is not None:
             answer["choices"][0]["logprobs"] = self._likely([piece])
         return answer
 
     def last(self) -> dict[str, Any]:
-        return self._chunk({}, self.text.finish_reason)
+        return self._chunk({}, self._finish_reason)
 
     def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         return self.named.end("chat.completion.chunk", usage)
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
+        if self.calls is not None:
+            self.calls.push(message["content"], is_last=True)
+            message["content"] = self.calls.content or None
+            message |= {"tool_calls": self.calls.calls} if self.calls.calls else {}
         likely = None if self.text.likely is None else self._likely(pieces)
         own = {"index": self.index, "message": message, "logprobs": likely}
-        choice = own | {"finish_reason": self.text.finish_reason} | self.named.ids(pieces)
+        choice = own | {"finish_reason": self._finish_reason} | self.named.ids(pieces)
         return {**self.named.answer("chat.completion", choice), "usage": self.text.usage}
 
-    def _chunk(self, delta: Mapping[str, str], reason: str | None) -> dict[str, Any]:
+    @property
+    def _finish_reason(self) -> str | None:
+        reason = self.text.finish_reason
+        return "tool_calls" if reason == "stop" and self.calls is not None and self.calls.calls else reason
+
+    def _chunk(self, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return self.named.answer("chat.completion.chunk", choice)
 
@@ -697,6 +736,14 @@ def parsed_generate(body: memoryview) -> tuple[GenerateBody, Sampler] | None:
         return None
     parameters = parse_json(memoryview(sent.pop("parameters", msgspec.Raw(b"{}"))), dict[str, msgspec.Raw])
     return _parsed(memoryview(msgspec.json.encode({**parameters, **sent})), GenerateBody)
+
+
+def _parsed_tools(asked: ChatBody) -> tuple[list[dict[str, Any]] | None, ToolUse | None]:
+    """Return the tools for the chat template, and what a text may call. Raises InvalidRequest."""
+    raw = memoryview(asked.tools)
+    tools = [] if raw == b"null" else parse_json(raw, list[Tool])
+    use = tool_use(tools, asked.tool_choice, asked.parallel_tool_calls)
+    return (None if use is None else parse_json(raw, list[dict[str, Any]])), use
 
 
 def _parsed_prompts(given: msgspec.Raw, info: ModelInfo) -> list[str | list[int]]:

@@ -1,0 +1,88 @@
+"""A language model of random logits, with tokenizers of several kinds."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from cohabit.planner.shapes import Dimension, DynamicShape
+from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
+from tests.support.server.transport_fakes import FakeModel, Ports, running, tensors
+
+CONTEXT, MOST = 6000, 512
+CORPUS = [
+    '{"name": "Ada Lövelace", "age": 36, "tags": ["a", "b"]}',
+    "The quick brown fox\njumps over 東京 😀",
+    "true",
+]
+
+
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<end>", "[TOOL_CALLS]"]
+    )
+    tokenizer.train_from_iterator(CORPUS * 20, trainer)
+    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
+    return tokenizer
+
+
+def byte_fallback() -> Tokenizer:
+    """As of Llama 2 and Mistral."""
+    pieces = ["<end>", "[TOOL_CALLS]", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = sorted(
+        {letter for text in CORPUS for letter in text.replace(" ", "▁")} | set('abcdef:{}[],"0123456789')
+    )
+    merges = [("▁", "{"), ("▁", '"'), ('"', ":"), ("n", "a"), ("na", "m"), ("nam", "e"), ("▁", "1"), ("}", "}")]
+    vocabulary = {piece: n for n, piece in enumerate([*pieces, *letters, *("".join(pair) for pair in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<end>", "[TOOL_CALLS]", "<unk>"])
+    return tokenizer
+
+
+def word_piece() -> Tokenizer:
+    vocabulary = {
+        word: n for n, word in enumerate(["<end>", "[UNK]", "a", "##b", "{", "}", '"', "##{", ".", "##."])
+    }
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(["<end>", "[UNK]"])
+    return tokenizer
+
+
+class Noise:
+    """A language model of random logits, by the number of its tokens so far and the last one."""
+
+    def __init__(self, vocabulary: int) -> None:
+        dynamic = DynamicShape((Dimension("t", 0, 1, 1, 0, 1, MOST, (MOST,)),))
+        inputs = (TensorSpec("input_ids", "INT64", (-1,), sizes=("t",)),)
+        outputs = tensors(("logits", "FP32", (vocabulary,)))
+        info = ModelInfo("lm", 1, inputs, outputs, 8, dynamic=dynamic, sequences=True, context=CONTEXT)
+        self.vocabulary, self.steps = vocabulary, 0
+        self.model = FakeModel(info, self.answer)
+
+    def answer(self, input_ids: Array) -> dict[str, Array]:
+        self.steps += 1
+        seed = [int(input_ids[0, -1]), self.steps]
+        return {"logits": np.random.default_rng(seed).normal(size=(1, self.vocabulary)).astype(np.float32)}
+
+
+def served(tmp_path: Path, tokenizer: Tokenizer, template: str | None = None) -> Iterator[Ports]:
+    folder = tmp_path / "lm"
+    folder.mkdir()
+    document = {"stop_ids": [tokenizer.token_to_id("<end>")], "chat_template": template}
+    (folder / "generation.json").write_text(json.dumps(document))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # Models often have more logits than their tokenizers have tokens.
+    with running(Noise(tokenizer.get_vocab_size() + 13).model, repository=tmp_path) as ports:
+        yield ports
