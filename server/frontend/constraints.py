@@ -4,7 +4,6 @@ import asyncio
 import socket
 import subprocess
 import sys
-import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -85,10 +84,7 @@ class Constraint:
 
 
 class Constraints:
-    """Starts the grammar process with the first grammar. The process ends with this object.
-
-    Event loop's thread only.
-    """
+    """Starts the grammar process with the first grammar. Event loop's thread only."""
 
     def __init__(self) -> None:
         self._starting = asyncio.Lock()
@@ -111,15 +107,22 @@ class Constraints:
                 finally:
                     writer.close()
 
+    async def close(self) -> None:
+        """End the grammar process."""
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.terminate()
+            await call(True, self._process.wait)
+
     async def _send(self, vocabulary: Vocabulary, connection: socket.socket) -> None:
         async with self._starting:
             if self._process is None or self._process.poll() is not None:
-                control, process = await call(True, _started)
-                weakref.finalize(self, _end, control, process)
-                self._control, self._process = control, process
-            assert self._control is not None
+                await self.close()
+                self._control, self._process = await call(True, _started)
+            control = self._control
+            assert control is not None
             try:
-                socket.send_fds(self._control, [msgspec.msgpack.encode(vocabulary)], [connection.fileno()])
+                socket.send_fds(control, [msgspec.msgpack.encode(vocabulary)], [connection.fileno()])
             except BlockingIOError as error:
                 raise Overloaded("too many texts with schemas begin; send it again", retry_after_s=1.0) from error
             except ConnectionError as error:
@@ -132,8 +135,3 @@ def _started() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     with other:
         command = [sys.executable, "-m", "cohabit.server.frontend.grammar_process", str(other.fileno())]
         return own, subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))
-
-
-def _end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    control.close()
-    process.wait()

@@ -18,7 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cohabit.server.errors import InvalidRequest, ModelNotFound, Overloaded, Refused, SequenceLost
-from cohabit.server.frontend.constraints import Constraints, Grammar
+from cohabit.server.frontend.constraints import Grammar
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.model_files import ModelFiles
 from cohabit.server.frontend.threads import call
@@ -316,15 +316,13 @@ class TextPiece:
     """The token's own, and those of the most likely tokens."""
 
 
-async def generate(
-    plane: DataPlane, text: Text, prefixes: Prefixes, constraints: Constraints
-) -> AsyncGenerator[TextPiece, None]:
+async def generate(plane: DataPlane, text: Text, prefixes: Prefixes) -> AsyncGenerator[TextPiece, None]:
     """Generate a text token by token. Closing or cancelling the generator ends the text. Raises RequestError."""
     info, sampler, stops, tokenizer = text.info, text.sampler, StopStrings(text.stops), text.tokenizer
     decoder = None if tokenizer is None else tokenizer.decoder(text.prompt, cleans_up=text.cleans_up_spaces)
     sequence = TokenSequence(plane, info, list(text.prompt), len(text.prompt), prefixes)
     slow = info.outputs[0].shape[-1] > _QUICK_VOCABULARY
-    following = nullcontext() if text.grammar is None else constraints.following(text.grammar)
+    following = nullcontext() if text.grammar is None else plane.constraints.following(text.grammar)
     started_s = time.monotonic()
     with plane.generating(), closing(sequence):
         async with following as constraint:

@@ -112,13 +112,14 @@ class _Tokens:
         _require_independent(loaded, shown, self.tokens)
         self._by_bytes = {self.tokens[token]: token for token in reversed(shown)}
         self._longest = max(map(len, self._by_bytes), default=0)
-        hidden = set(range(size)).difference(shown)
-        for token in hidden:
-            self.tokens[token] = loaded.special(token).encode()
         # Without a token that ends texts, one that the model does not have stands for their end.
         self.ends: tuple[int, ...] = vocabulary.stop_ids or (size,)
         self.tokens += [b""] * (size in self.ends)
-        self.special_token_ids = sorted(hidden | {*self.ends})
+        special = {token: name for name, token in loaded.special_tokens.items() if token < size}
+        special |= {token: f"<end {token}>" for token in self.ends}
+        for token, name in special.items():
+            self.tokens[token] = name.encode()
+        self.special_token_ids = sorted(special)
         self.eos_token_id = self.ends[0]
         self.bos_token_id: int | None = None
 
@@ -192,6 +193,8 @@ def _serve(connection: socket.socket, tokens: "LLTokenizer") -> None:
             return
         _reply(connection, OPEN)
     reason = matcher.get_error().partition("<state>")[0]
+    if matcher.stop_reason() == "NoExtensionBias":
+        reason = "no token of the model can come next in a text of it"
     _reply(connection, INVALID, " ".join(reason.split())[:_MOST_REASON].encode())
 
 

@@ -15,7 +15,7 @@ from msgspec import Meta, structs
 
 from cohabit.server.errors import InvalidRequest, Refused, RequestError
 from cohabit.server.frontend.call_forms import CallForms
-from cohabit.server.frontend.constraints import Constraints, Grammar
+from cohabit.server.frontend.constraints import Grammar
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.generation import (
     LanguageDocuments,
@@ -231,7 +231,6 @@ class CompletionsApi:
         self._plane = plane
         self._documents = LanguageDocuments(plane.repository)
         self._prefixes = Prefixes()
-        self._constraints = Constraints()
         self._templates = ChatTemplates()
         self._call_forms = CallForms(self._templates)
         self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
@@ -416,7 +415,7 @@ class CompletionsApi:
         )
 
     async def _answer(self, asked: _Asked, forms: Sequence[_Form], *, streams: bool) -> web.StreamResponse:
-        pieces = _together([generate(self._plane, form.text, self._prefixes, self._constraints) for form in forms])
+        pieces = _together([generate(self._plane, form.text, self._prefixes) for form in forms])
         if not streams:
             found: list[list[TextPiece]] = [[] for _ in forms]
             async with aclosing(pieces):

@@ -135,7 +135,7 @@ def _rule(text: str, special: Mapping[str, int]) -> str:
 
 def _escaped(text: str) -> str:
     """Return a regular expression of a text, between slashes."""
-    return re.sub(r"[!-/:-@\[-`{-~]", r"\\\g<0>", text).replace("\n", "\\n")
+    return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
 class CallParser:

@@ -181,7 +181,12 @@ def test_a_text_in_pieces_has_the_calls_of_the_whole(name: str, count: int, cont
 @pytest.fixture(params=[(byte_level, name) for name in TEMPLATES] + [(byte_fallback, "mistral")], ids=str)
 def ports(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ports]:
     make, name = request.param
-    yield from served(tmp_path, make(), TEMPLATES[name].replace("eos_token", "'<end>'").replace("bos_token", "''"))
+    yield from served(tmp_path, make(), of_end(TEMPLATES[name]))
+
+
+def of_end(template: str) -> str:
+    """Return the template with its special tokens put in."""
+    return template.replace("eos_token", "'<end>'").replace("bos_token", "''")
 
 
 def chat(ports: Ports, **more: Any) -> Any:
@@ -222,10 +227,44 @@ def test_required_calls_are_valid_and_streamed_as_they_are_answered(
     jsonschema.validate(json.loads(arguments), SCHEMAS[calls[0]["function"]["name"]])
 
 
-def test_without_a_choice_texts_have_content_or_valid_calls(ports: Ports) -> None:
-    for own in chat(ports, n=3, max_tokens=40).json["choices"]:
+@pytest.mark.parametrize(
+    ("template", "said", "content"),
+    [
+        (HERMES, 'Well.\n<tool_call>{"name": "get_weather"', "Well."),
+        (LLAMA, '{"name": "get_weather", "parameters": {', None),
+        (MISTRAL, "[TOOL_CALLS]", None),
+        (TAGGED, "<function=plant>{", None),
+    ],
+    ids=TEMPLATES,
+)
+def test_a_call_that_the_model_begins_is_valid(
+    tmp_path: Path, template: str, said: str, content: str | None
+) -> None:
+    for ports in served(tmp_path, byte_level(), of_end(template), said):
+        (own,) = chat(ports, parallel_tool_calls=False, temperature=0).json["choices"]
         message = own["message"]
-        assert message["content"] or message.get("tool_calls") or own["finish_reason"] == "length"
+        assert (own["finish_reason"], message["content"]) == ("tool_calls", content)
+        require_valid(message | {"content": None}, {"get_weather", "plant"})
+
+
+@pytest.mark.parametrize("said", ["No tools.<end>", '{"name": "Bob"}<end>', "a <tool_cal<end>"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_text_without_calls_is_content(tmp_path: Path, template: str, said: str) -> None:
+    for ports in served(tmp_path, byte_level(), of_end(TEMPLATES[template]), said):
+        (own,) = chat(ports, temperature=0).json["choices"]
+        assert own["message"] == {"role": "assistant", "content": said.removesuffix("<end>")}
+        assert own["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("said", ["[", "<tool_call>"])
+def test_a_schema_beside_tools_is_that_of_texts_without_calls(tmp_path: Path, said: str) -> None:
+    shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": [["x"]]}}}
+    for ports in served(tmp_path, byte_level(), HERMES, said):
+        (own,) = chat(ports, response_format=shape, temperature=0).json["choices"]
+        if said == "[":
+            assert json.loads(own["message"]["content"]) == ["x"]
+        else:
+            require_valid(own["message"], {"get_weather", "plant"})
 
 
 @pytest.mark.parametrize(

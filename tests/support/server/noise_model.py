@@ -1,7 +1,7 @@
 """A language model of random logits, with tokenizers of several kinds."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +11,7 @@ from cohabit.planner.shapes import Dimension, DynamicShape
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from tests.support.server.transport_fakes import FakeModel, Ports, running, tensors
 
-CONTEXT, MOST = 6000, 512
+CONTEXT = 6000
 CORPUS = [
     '{"name": "Ada Lövelace", "age": 36, "tags": ["a", "b"]}',
     "The quick brown fox\njumps over 東京 😀",
@@ -61,28 +61,41 @@ def word_piece() -> Tokenizer:
 
 
 class Noise:
-    """A language model of random logits, by the number of its tokens so far and the last one."""
+    """A language model of random logits, which says the tokens of a script first, as far as it may."""
 
-    def __init__(self, vocabulary: int) -> None:
-        dynamic = DynamicShape((Dimension("t", 0, 1, 1, 0, 1, MOST, (MOST,)),))
+    def __init__(self, vocabulary: int, script: Sequence[int] = ()) -> None:
+        dynamic = DynamicShape((Dimension("t", 0, 1, 1, 0, 1, CONTEXT, (CONTEXT,)),))
         inputs = (TensorSpec("input_ids", "INT64", (-1,), sizes=("t",)),)
         outputs = tensors(("logits", "FP32", (vocabulary,)))
         info = ModelInfo("lm", 1, inputs, outputs, 8, dynamic=dynamic, sequences=True, context=CONTEXT)
-        self.vocabulary, self.steps = vocabulary, 0
+        self.vocabulary, self.script, self.steps = vocabulary, script, 0
         self.model = FakeModel(info, self.answer)
 
     def answer(self, input_ids: Array) -> dict[str, Array]:
-        self.steps += 1
         seed = [int(input_ids[0, -1]), self.steps]
-        return {"logits": np.random.default_rng(seed).normal(size=(1, self.vocabulary)).astype(np.float32)}
+        logits = np.random.default_rng(seed).normal(size=(1, self.vocabulary)).astype(np.float32)
+        if self.steps < len(self.script):
+            logits[0, self.script[self.steps]] = 50
+        self.steps += 1
+        return {"logits": logits}
 
 
-def served(tmp_path: Path, tokenizer: Tokenizer, template: str | None = None) -> Iterator[Ports]:
+def served(tmp_path: Path, tokenizer: Tokenizer, template: str | None = None, script: str = "") -> Iterator[Ports]:
+    """Serve the model on free ports. The script is of one text."""
     folder = tmp_path / "lm"
     folder.mkdir()
     document = {"stop_ids": [tokenizer.token_to_id("<end>")], "chat_template": template}
     (folder / "generation.json").write_text(json.dumps(document))
     tokenizer.save(str(folder / "tokenizer.json"))
     # Models often have more logits than their tokenizers have tokens.
-    with running(Noise(tokenizer.get_vocab_size() + 13).model, repository=tmp_path) as ports:
+    model = Noise(tokenizer.get_vocab_size() + 13, tokenizer.encode(script, add_special_tokens=False).ids)
+    with running(model.model, repository=tmp_path) as ports:
         yield ports
+
+
+def word_level() -> Tokenizer:
+    """Tokens with spaces between them."""
+    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "{": 1, "}": 2, "a": 3}, unk_token="<end>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])
+    return tokenizer
