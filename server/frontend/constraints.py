@@ -15,6 +15,7 @@ from cohabit.server.errors import InvalidRequest, Overloaded, Refused
 from cohabit.server.frontend.grammar_process import (
     COMPLETE,
     INVALID,
+    LENGTH,
     MOST_BYTES,
     MOST_CPU_S,
     REPLY,
@@ -52,22 +53,22 @@ class Constraint:
         self._reader = reader
         self._writer = writer
         self._size = size
+        self.is_complete = False
+        """Whether nothing can follow."""
+        self.allowed: Array = np.empty(0, np.bool_)
+        """Which tokens may follow [vocabulary], bool."""
 
-    async def allowed(self) -> Array:
-        """Return which tokens may follow [vocabulary], bool. Raises RequestError."""
-        _, mask = await self._reply()
-        return np.unpackbits(np.frombuffer(mask, np.uint8), count=self._size, bitorder="little").view(np.bool_)
+    async def begin(self, grammar: bytes) -> None:
+        """Read the grammar. Raises RequestError if it is not supported."""
+        self._writer.write(LENGTH.pack(len(grammar)) + grammar)
+        await self._receive()
 
-    async def push(self, token: int) -> bool:
-        """Add a token, and return whether the text is complete.
-
-        Otherwise, the process computes the next tokens until `allowed` is called. Raises RequestError.
-        """
+    async def push(self, token: int) -> None:
+        """Add an allowed token. Raises RequestError if the grammar needs too much memory or time."""
         self._writer.write(TOKEN.pack(token))
-        kind, _ = await self._reply()
-        return kind == COMPLETE
+        await self._receive()
 
-    async def _reply(self) -> tuple[int, bytes]:
+    async def _receive(self) -> None:
         try:
             kind, length = REPLY.unpack(await self._reader.readexactly(REPLY.size))
             content = await self._reader.readexactly(length)
@@ -80,7 +81,10 @@ class Constraint:
             raise Refused("Unsupported", content.decode())
         if kind == INVALID:
             raise InvalidRequest(f"the schema is not supported: {content.decode()}")
-        return kind, content
+        self.is_complete = kind == COMPLETE
+        if not self.is_complete:
+            bits = np.unpackbits(np.frombuffer(content, np.uint8), count=self._size, bitorder="little")
+            self.allowed = bits.view(np.bool_)
 
 
 class Constraints:
@@ -102,8 +106,9 @@ class Constraints:
                 other.close()
                 reader, writer = await asyncio.open_unix_connection(sock=own)
                 try:
-                    writer.write(TOKEN.pack(len(grammar.text)) + grammar.text)
-                    yield Constraint(reader, writer, grammar.vocabulary.size)
+                    constraint = Constraint(reader, writer, grammar.vocabulary.size)
+                    await constraint.begin(grammar.text)
+                    yield constraint
                 finally:
                     writer.close()
 

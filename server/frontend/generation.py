@@ -326,25 +326,23 @@ async def generate(plane: DataPlane, text: Text, prefixes: Prefixes) -> AsyncGen
     started_s = time.monotonic()
     with plane.generating(), closing(sequence):
         async with following as constraint:
-            # A schema that is not supported is refused before the engine has any work.
-            allowed = None if constraint is None else await constraint.allowed()
             while text.finish_reason is None:
                 logits = await sequence.logits()
                 text.reused = sequence.reused
-                if constraint is not None and text.generated:
-                    allowed = await constraint.allowed()
+                allowed = None if constraint is None else constraint.allowed
                 token = await call(slow and not sampler.is_greedy, sampler.choose, logits, allowed)
                 now_s = time.monotonic()
                 plane.generated(info.key, now_s - started_s, first=not text.generated)
                 started_s = now_s
                 text.generated += 1
                 is_end, piece = token in text.stop_ids, ""
-                is_complete = constraint is not None and not is_end and await constraint.push(token)
+                if constraint is not None and not is_end:
+                    await constraint.push(token)
                 if decoder is not None and tokenizer is not None:
                     # A special token is no text, but may be a stop string, or a part of one.
                     piece = stops.push(tokenizer.special(token), hidden=is_end or not text.shows_special)
                     piece += "" if is_end else stops.push(decoder.push(token))
-                if is_end or is_complete or stops.found:
+                if is_end or stops.found or (constraint is not None and constraint.is_complete):
                     text.finish_reason = "stop"
                 elif text.generated >= text.most:
                     text.finish_reason = "length"

@@ -5,6 +5,7 @@ process of its own reads vocabularies, and forks for each text. A fork's CPU tim
 an error of its text alone.
 """
 
+import gc
 import os
 import random
 import resource
@@ -25,13 +26,13 @@ from cohabit.server.frontend.tokenizers import LoadedTokenizer, TokenizerFile, l
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-OPEN, MASK, COMPLETE, INVALID, UNSUPPORTED = range(5)
-"""Kinds of replies. A fork sends the first mask, and for each token OPEN and the next mask, or COMPLETE. The last two
-have a reason, and end the connection."""
+MASK, COMPLETE, INVALID, UNSUPPORTED = range(4)
+"""Kinds of replies, to the grammar and to each token. MASK has a bit for each token, set if it may come next. The last
+two have a reason. All but MASK end the connection."""
 REPLY = struct.Struct("<BI")
 """Head of a reply: its kind, and the length in bytes of what follows."""
-TOKEN = struct.Struct("<I")
-"""A token, and the length of a grammar in bytes."""
+LENGTH = TOKEN = struct.Struct("<I")
+"""The length in bytes of the grammar that follows, and a token."""
 MOST_CPU_S = 2
 """Maximum CPU time of compiling a grammar, and of each token."""
 MOST_BYTES = 64 << 20
@@ -43,6 +44,8 @@ _SAMPLES, _SAMPLE_TOKENS = 64, 6
 _REWRITING = {"WordPiece", "CTC"}
 """Decoders whose text of a token depends on the tokens around it."""
 _MOST_REASON = 300
+_NICENESS = 10
+"""Forks yield to the server and its engine: schemas of clients can take all CPUs."""
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
@@ -96,7 +99,11 @@ def _read(vocabulary: Vocabulary) -> "LLTokenizer":
     if loaded.file != vocabulary.file:
         raise UnsupportedVocabulary("the model's tokenizer was replaced; send the request again")
     tokens = _Tokens(loaded, vocabulary)
-    return LLTokenizer(TokenizerWrapper(tokens), eos_token=list(tokens.ends))
+    made = LLTokenizer(TokenizerWrapper(tokens), eos_token=list(tokens.ends))
+    # Forks share what is read by now, as long as they do not write to it.
+    gc.collect()
+    gc.freeze()
+    return made
 
 
 class _Tokens:
@@ -171,11 +178,13 @@ def _serve(connection: socket.socket, tokens: "LLTokenizer") -> None:
     """Follow one text through its grammar, until the connection is closed."""
     from llguidance import LLMatcher
 
+    os.nice(_NICENESS)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # crashes are for the client to know
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = _data_bytes() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     stream = connection.makefile("rb")
-    grammar = stream.read(TOKEN.unpack(stream.read(TOKEN.size))[0])
+    grammar = stream.read(*LENGTH.unpack(stream.read(LENGTH.size)))
     _limit_cpu()
     matcher = LLMatcher(tokens, grammar.decode(), log_level=0)
     while not matcher.is_error():
@@ -191,9 +200,8 @@ def _serve(connection: socket.socket, tokens: "LLTokenizer") -> None:
         if matcher.is_stopped() and not matcher.is_error():
             _reply(connection, COMPLETE)
             return
-        _reply(connection, OPEN)
     reason = matcher.get_error().partition("<state>")[0]
-    if matcher.stop_reason() == "NoExtensionBias":
+    if "NoExtension" in reason:
         reason = "no token of the model can come next in a text of it"
     _reply(connection, INVALID, " ".join(reason.split())[:_MOST_REASON].encode())
 

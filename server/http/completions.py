@@ -725,13 +725,13 @@ def _parsed(body: memoryview, of_type: type[_A]) -> tuple[_A, Sampler]:
     return asked, asked.sampler()
 
 
-def parsed_generate(body: memoryview) -> tuple[GenerateBody, Sampler] | None:
-    """Read a generate request; None if it has no text. Raises as `_parsed` does.
+def parsed_generate(body: memoryview, info: ModelInfo) -> tuple[GenerateBody, Sampler] | None:
+    """Read a generate request; None if it has tensors instead of a text. Raises as `_parsed` does.
 
     Its `parameters` count as top-level fields.
     """
     sent = parse_json(body, dict[str, msgspec.Raw])
-    if "text_input" not in sent:
+    if "text_input" not in sent and any(tensor.name in sent for tensor in info.inputs):
         return None
     parameters = parse_json(memoryview(sent.pop("parameters", msgspec.Raw(b"{}"))), dict[str, msgspec.Raw])
     return _parsed(memoryview(msgspec.json.encode({**parameters, **sent})), GenerateBody)

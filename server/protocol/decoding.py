@@ -59,11 +59,15 @@ class Sampler:
     def choose(self, logits: Array, allowed: Array | None = None) -> int:
         """Return the next token, given the logits of all tokens [vocabulary], float32.
 
-        `allowed` says which tokens may be chosen [vocabulary], bool. Raises Refused for logits without a finite
-        maximum.
+        `allowed` says which tokens may be chosen [vocabulary], bool: at least one. Raises Refused for logits without a
+        finite maximum.
         """
         adjusted = self._adjusted(logits)
-        token = self._chosen(adjusted if allowed is None else np.where(allowed, adjusted, np.float32(-np.inf)))
+        if allowed is None:
+            token = self._chosen(adjusted)
+        else:
+            tokens = np.flatnonzero(allowed)
+            token = int(tokens[self._chosen(adjusted[tokens])])
         self._generated[token] += 1
         return token
 

@@ -148,7 +148,10 @@ def test_schemas_that_cannot_be_obeyed_are_refused_with_their_reason(
 
 @pytest.mark.parametrize(
     ("make", "status", "said"),
-    [(word_piece, 501, "decodes a token by those around it"), (word_level, 400, "no token of the model can come next")],
+    [
+        (word_piece, 501, "decodes a token by those around it"),
+        (word_level, 400, "no token of the model can come next"),
+    ],
 )
 def test_tokenizers_that_cannot_write_a_text_refuse_it(
     tmp_path: Path, make: Callable[[], Tokenizer], status: int, said: str
