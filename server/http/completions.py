@@ -740,7 +740,7 @@ def parsed_generate(body: memoryview, info: ModelInfo) -> tuple[GenerateBody, Sa
 def _parsed_tools(asked: ChatBody) -> tuple[list[dict[str, Any]] | None, ToolUse | None]:
     """Return the tools for the chat template, and what a text may call. Raises InvalidRequest."""
     raw = memoryview(asked.tools)
-    tools = [] if raw == b"null" else parse_json(raw, list[Tool])
+    tools = [] if bytes(raw) == bytes(_NULL) else parse_json(raw, list[Tool])
     use = tool_use(tools, asked.tool_choice, asked.parallel_tool_calls)
     return (None if use is None else parse_json(raw, list[dict[str, Any]])), use
 

@@ -43,9 +43,10 @@ TREE = {
 }
 
 
-@pytest.fixture(params=[byte_level, byte_fallback])
-def ports(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ports]:
-    yield from served(tmp_path, request.param())
+@pytest.fixture(scope="module", params=[byte_level, byte_fallback])
+def ports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Ports]:
+    with served(tmp_path_factory.mktemp("models"), request.param()) as (ports, _):
+        yield ports
 
 
 def completed(ports: Ports, **more: Any) -> Any:
@@ -138,12 +139,11 @@ def nested(depth: int) -> str:
     ids=lambda value: str(value)[:60],
 )
 def test_schemas_that_cannot_be_obeyed_are_refused_with_their_reason(
-    tmp_path: Path, field: dict[str, Any], said: str
+    ports: Ports, field: dict[str, Any], said: str
 ) -> None:
-    for ports in served(tmp_path, byte_level()):
-        answer = completed(ports, **field)
-        assert (answer.status, said in answer.json["error"]["message"]) == (400, True), answer.json
-        assert completed(ports, guided_choice=["after it"]).json["choices"][0]["text"] == "after it"
+    answer = completed(ports, **field)
+    assert (answer.status, said in answer.json["error"]["message"]) == (400, True), answer.json
+    assert completed(ports, guided_choice=["after it"]).json["choices"][0]["text"] == "after it"
 
 
 @pytest.mark.parametrize(
@@ -156,15 +156,16 @@ def test_schemas_that_cannot_be_obeyed_are_refused_with_their_reason(
 def test_tokenizers_that_cannot_write_a_text_refuse_it(
     tmp_path: Path, make: Callable[[], Tokenizer], status: int, said: str
 ) -> None:
-    for ports in served(tmp_path, make()):
+    with served(tmp_path, make()) as (ports, _):
         answer = completed(ports, prompt=[2, 3], guided_choice=["a"])
         assert (answer.status, said in answer.json["error"]["message"]) == (status, True), answer.json
 
 
 def test_the_process_of_a_text_ends_with_its_client(tmp_path: Path) -> None:
-    for ports in served(tmp_path, byte_level()):
+    with served(tmp_path, byte_level()) as (ports, _):
+        before = {*psutil.Process().children()}
         completed(ports, guided_choice=["a"])
-        (process,) = psutil.Process().children()
+        (process,) = {*psutil.Process().children()} - before
         connection = http.client.HTTPConnection("127.0.0.1", ports.port, timeout=30)
         body = {"model": "lm", "prompt": "a", "max_tokens": 5000, "guided_regex": "x{5000}", "stream": True}
         connection.request("POST", "/v1/completions", json.dumps(body).encode())
@@ -172,6 +173,6 @@ def test_the_process_of_a_text_ends_with_its_client(tmp_path: Path) -> None:
         assert process.children()
         connection.sock.close()
         connection.close()
-        eventually(lambda: not psutil.Process(process.pid).children())  # noqa: B023
+        eventually(lambda: not process.children())
         assert ports.plane._texts == 0
-    assert not psutil.pid_exists(process.pid)
+    assert not process.is_running()

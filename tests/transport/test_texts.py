@@ -399,7 +399,6 @@ def test_a_model_of_tensors_still_answers_generate_with_tensors(worded: Ports) -
     [
         ({}, "missing required field `text_input`"),
         ({"max_tokens": 3}, "missing required field `text_input`"),
-        ({"input_ids": [[1]], "text_input": 5}, "text_input"),
         ({"text_input": 5}, "text_input"),
         ({"text_input": "w4", "parameters": 3}, "parse"),
         ({"text_input": "w4", "parameters": {"temperature": "hot"}}, "temperature"),

@@ -14,7 +14,7 @@ from cohabit.server.frontend.call_forms import call_form
 from cohabit.server.frontend.templates import rendered
 from cohabit.server.ipc.model import LanguageDocument
 from cohabit.server.protocol.tools import CallForm, CallParser, Function, ToolUse
-from tests.support.server.noise_model import byte_fallback, byte_level, served
+from tests.support.server.noise_model import Noise, byte_fallback, byte_level, served
 from tests.support.server.server_http import ask
 from tests.support.server.tool_templates import HERMES, LLAMA, MISTRAL, TAGGED
 from tests.support.server.transport_fakes import Ports
@@ -178,10 +178,17 @@ def test_a_text_in_pieces_has_the_calls_of_the_whole(name: str, count: int, cont
     assert [tuple(call) for call in streamed] == calls
 
 
-@pytest.fixture(params=[(byte_level, name) for name in TEMPLATES] + [(byte_fallback, "mistral")], ids=str)
-def ports(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Ports]:
+@pytest.fixture(
+    scope="module",
+    params=[*((byte_level, name) for name in TEMPLATES), (byte_fallback, "mistral")],
+    ids=lambda param: f"{param[0].__name__}-{param[1]}",
+)
+def chatting(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[tuple[Ports, Noise, str]]:
     make, name = request.param
-    yield from served(tmp_path, make(), of_end(TEMPLATES[name]))
+    with served(tmp_path_factory.mktemp("models"), make(), of_end(TEMPLATES[name])) as (ports, noise):
+        yield ports, noise, name
 
 
 def of_end(template: str) -> str:
@@ -211,8 +218,9 @@ def require_valid(message: dict[str, Any], names: set[str]) -> None:
     ],
 )
 def test_required_calls_are_valid_and_streamed_as_they_are_answered(
-    ports: Ports, choice: Any, names: set[str]
+    chatting: tuple[Ports, Noise, str], choice: Any, names: set[str]
 ) -> None:
+    ports, _, _ = chatting
     answer = chat(ports, tool_choice=choice, n=2, parallel_tool_calls=False).json
     for own in answer["choices"]:
         assert own["finish_reason"] == "tool_calls"
@@ -227,44 +235,44 @@ def test_required_calls_are_valid_and_streamed_as_they_are_answered(
     jsonschema.validate(json.loads(arguments), SCHEMAS[calls[0]["function"]["name"]])
 
 
-@pytest.mark.parametrize(
-    ("template", "said", "content"),
-    [
-        (HERMES, 'Well.\n<tool_call>{"name": "get_weather"', "Well."),
-        (LLAMA, '{"name": "get_weather", "parameters": {', None),
-        (MISTRAL, "[TOOL_CALLS]", None),
-        (TAGGED, "<function=plant>{", None),
-    ],
-    ids=TEMPLATES,
-)
-def test_a_call_that_the_model_begins_is_valid(
-    tmp_path: Path, template: str, said: str, content: str | None
-) -> None:
-    for ports in served(tmp_path, byte_level(), of_end(template), said):
-        (own,) = chat(ports, parallel_tool_calls=False, temperature=0).json["choices"]
-        message = own["message"]
-        assert (own["finish_reason"], message["content"]) == ("tool_calls", content)
-        require_valid(message | {"content": None}, {"get_weather", "plant"})
+BEGUN = {
+    "hermes": ('Well.\n<tool_call>{"name": "get_weather"', "Well."),
+    "llama": ('{"name": "get_weather", "parameters": {', None),
+    "mistral": ("[TOOL_CALLS]", None),
+    "tagged": ("<function=plant>{", None),
+}
+
+
+def test_a_call_that_the_model_begins_is_valid(chatting: tuple[Ports, Noise, str]) -> None:
+    ports, noise, name = chatting
+    said, content = BEGUN[name]
+    noise.say(said)
+    (own,) = chat(ports, parallel_tool_calls=False, temperature=0).json["choices"]
+    assert (own["finish_reason"], own["message"]["content"]) == ("tool_calls", content)
+    require_valid(own["message"] | {"content": None}, {"get_weather", "plant"})
 
 
 @pytest.mark.parametrize("said", ["No tools.<end>", '{"name": "Bob"}<end>', "a <tool_cal<end>"])
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_a_text_without_calls_is_content(tmp_path: Path, template: str, said: str) -> None:
-    for ports in served(tmp_path, byte_level(), of_end(TEMPLATES[template]), said):
-        (own,) = chat(ports, temperature=0).json["choices"]
-        assert own["message"] == {"role": "assistant", "content": said.removesuffix("<end>")}
-        assert own["finish_reason"] == "stop"
+def test_a_text_without_calls_is_content(chatting: tuple[Ports, Noise, str], said: str) -> None:
+    ports, noise, _ = chatting
+    noise.say(said)
+    (own,) = chat(ports, temperature=0).json["choices"]
+    assert own["message"]["content"].strip() == said.removesuffix("<end>")
+    assert (own["finish_reason"], "tool_calls" in own["message"]) == ("stop", False)
 
 
-@pytest.mark.parametrize("said", ["[", "<tool_call>"])
-def test_a_schema_beside_tools_is_that_of_texts_without_calls(tmp_path: Path, said: str) -> None:
+def test_a_schema_beside_tools_is_that_of_texts_without_calls(chatting: tuple[Ports, Noise, str]) -> None:
+    ports, noise, name = chatting
     shape = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"enum": [["x"]]}}}
-    for ports in served(tmp_path, byte_level(), HERMES, said):
-        (own,) = chat(ports, response_format=shape, temperature=0).json["choices"]
-        if said == "[":
-            assert json.loads(own["message"]["content"]) == ["x"]
-        else:
-            require_valid(own["message"], {"get_weather", "plant"})
+    if FORMS[name].marker is None:
+        assert "a model that marks calls" in chat(ports, response_format=shape).json["error"]["message"]
+        return
+    noise.say("[")
+    (own,) = chat(ports, response_format=shape, temperature=0).json["choices"]
+    assert (json.loads(own["message"]["content"]), own["finish_reason"]) == (["x"], "stop")
+    noise.say(FORMS[name].marker or "")
+    (own,) = chat(ports, response_format=shape, temperature=0, parallel_tool_calls=False).json["choices"]
+    require_valid(own["message"], {"get_weather", "plant"})
 
 
 @pytest.mark.parametrize(
@@ -284,6 +292,6 @@ def test_a_schema_beside_tools_is_that_of_texts_without_calls(tmp_path: Path, sa
     ],
 )
 def test_tools_that_are_none_are_refused_by_name(tmp_path: Path, more: dict[str, Any], said: str) -> None:
-    for ports in served(tmp_path, byte_level(), HERMES):
+    with served(tmp_path, byte_level(), HERMES) as (ports, _):
         answer = chat(ports, **more)
         assert (answer.status, said in answer.json["error"]["message"]) == (400, True), answer.json

@@ -1,7 +1,8 @@
 """A language model of random logits, with tokenizers of several kinds."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -63,13 +64,20 @@ def word_piece() -> Tokenizer:
 class Noise:
     """A language model of random logits, which says the tokens of a script first, as far as it may."""
 
-    def __init__(self, vocabulary: int, script: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        # Models often have more logits than their tokenizers have tokens.
+        self.tokenizer, self.vocabulary = tokenizer, tokenizer.get_vocab_size() + 13
+        self.script: list[int] = []
+        self.steps = 0
         dynamic = DynamicShape((Dimension("t", 0, 1, 1, 0, 1, CONTEXT, (CONTEXT,)),))
         inputs = (TensorSpec("input_ids", "INT64", (-1,), sizes=("t",)),)
-        outputs = tensors(("logits", "FP32", (vocabulary,)))
+        outputs = tensors(("logits", "FP32", (self.vocabulary,)))
         info = ModelInfo("lm", 1, inputs, outputs, 8, dynamic=dynamic, sequences=True, context=CONTEXT)
-        self.vocabulary, self.script, self.steps = vocabulary, script, 0
         self.model = FakeModel(info, self.answer)
+
+    def say(self, text: str) -> None:
+        """Begin the next text with this one."""
+        self.script, self.steps = self.tokenizer.encode(text, add_special_tokens=False).ids, 0
 
     def answer(self, input_ids: Array) -> dict[str, Array]:
         seed = [int(input_ids[0, -1]), self.steps]
@@ -80,17 +88,16 @@ class Noise:
         return {"logits": logits}
 
 
-def served(tmp_path: Path, tokenizer: Tokenizer, template: str | None = None, script: str = "") -> Iterator[Ports]:
-    """Serve the model on free ports. The script is of one text."""
-    folder = tmp_path / "lm"
-    folder.mkdir()
+@contextmanager
+def served(folder: Path, tokenizer: Tokenizer, template: str | None = None) -> Iterator[tuple[Ports, Noise]]:
+    """Serve the model "lm" on free ports."""
+    (folder / "lm").mkdir()
     document = {"stop_ids": [tokenizer.token_to_id("<end>")], "chat_template": template}
-    (folder / "generation.json").write_text(json.dumps(document))
-    tokenizer.save(str(folder / "tokenizer.json"))
-    # Models often have more logits than their tokenizers have tokens.
-    model = Noise(tokenizer.get_vocab_size() + 13, tokenizer.encode(script, add_special_tokens=False).ids)
-    with running(model.model, repository=tmp_path) as ports:
-        yield ports
+    (folder / "lm" / "generation.json").write_text(json.dumps(document))
+    tokenizer.save(str(folder / "lm" / "tokenizer.json"))
+    noise = Noise(tokenizer)
+    with running(noise.model, repository=folder) as ports:
+        yield ports, noise
 
 
 def word_level() -> Tokenizer:
