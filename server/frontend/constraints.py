@@ -138,5 +138,5 @@ def _started() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     own, other = socket.socketpair(type=socket.SOCK_SEQPACKET)
     own.setblocking(False)
     with other:
-        command = [sys.executable, "-m", "cohabit.server.frontend.grammar_process", str(other.fileno())]
+        command = [sys.executable, "-P", "-m", "cohabit.server.frontend.grammar_process", str(other.fileno())]
         return own, subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(other.fileno(),))

@@ -200,7 +200,8 @@ def _serve(connection: socket.socket, tokens: "LLTokenizer") -> None:
         if matcher.is_stopped() and not matcher.is_error():
             _reply(connection, COMPLETE)
             return
-    reason = matcher.get_error().partition("<state>")[0]
+    # The library adds its state, and the lines of our own grammar.
+    reason = matcher.get_error().partition("<state>")[0].partition("\n   1 |")[0]
     if "NoExtension" in reason:
         reason = "no token of the model can come next in a text of it"
     _reply(connection, INVALID, " ".join(reason.split())[:_MOST_REASON].encode())
