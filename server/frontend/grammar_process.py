@@ -38,7 +38,7 @@ MOST_CPU_S = 2
 MOST_BYTES = 64 << 20
 """Maximum memory of one text's grammar, in addition to the vocabulary."""
 _MOST_MESSAGE_BYTES = 64 << 10
-_KEPT = 8
+_KEPT = 16
 """Number of vocabularies kept."""
 _SAMPLES, _SAMPLE_TOKENS = 64, 6
 _REWRITING = {"WordPiece", "CTC"}
@@ -73,11 +73,10 @@ def main(control: socket.socket) -> None:
         if not message:
             return
         with socket.socket(fileno=descriptors[0]) as connection:
-            try:
-                tokens = read(msgspec.msgpack.decode(message, type=Vocabulary))
-            except Exception as error:  # of damaged files, too
+            tokens = read(msgspec.msgpack.decode(message, type=Vocabulary))
+            if isinstance(tokens, str):
                 with suppress(OSError):
-                    _reply(connection, UNSUPPORTED, f"{error}"[:_MOST_REASON].encode())
+                    _reply(connection, UNSUPPORTED, tokens.encode())
                 continue
             if os.fork() == 0:
                 control.close()
@@ -87,19 +86,20 @@ def main(control: socket.socket) -> None:
                     os._exit(0)
 
 
-def _read(vocabulary: Vocabulary) -> "LLTokenizer":
-    """Raises UnsupportedVocabulary."""
+def _read(vocabulary: Vocabulary) -> "LLTokenizer | str":
+    """Return the vocabulary, or why its tokens cannot be constrained."""
     try:
         from llguidance import LLTokenizer, TokenizerWrapper
-    except ModuleNotFoundError as error:
-        raise UnsupportedVocabulary(
-            "grammars need the package llguidance; install it with pip install 'cohabit[text]'"
-        ) from error
-    loaded = load_tokenizer(Path(vocabulary.file.path))
-    if loaded.file != vocabulary.file:
-        raise UnsupportedVocabulary("the model's tokenizer was replaced; send the request again")
-    tokens = _Tokens(loaded, vocabulary)
-    made = LLTokenizer(TokenizerWrapper(tokens), eos_token=list(tokens.ends))
+    except ModuleNotFoundError:
+        return "schemas need the package llguidance; install it with pip install 'cohabit[text]'"
+    try:
+        loaded = load_tokenizer(Path(vocabulary.file.path))
+        if loaded.file != vocabulary.file:
+            return "the model's tokenizer was replaced; send the request again"
+        tokens = _Tokens(loaded, vocabulary)
+        made = LLTokenizer(TokenizerWrapper(tokens), eos_token=list(tokens.ends))
+    except Exception as error:  # tokenizers and llguidance raise nothing more specific
+        return f"the model's tokenizer cannot be constrained: {error}"[:_MOST_REASON]
     # Forks share what is read by now, as long as they do not write to it.
     gc.collect()
     gc.freeze()
@@ -161,9 +161,7 @@ def _require_independent(loaded: LoadedTokenizer, shown: Sequence[int], tokens: 
         return text.encode() == start.encode() + b"".join(tokens[token] for token in sample)
 
     if anchor is None or loaded.decoders & _REWRITING or not all(is_joined(anchor, sample) for sample in samples):
-        raise UnsupportedVocabulary(
-            "the model's tokenizer decodes a token by those around it, so that no text of it can follow a schema"
-        )
+        raise UnsupportedVocabulary("it decodes a token by those around it")
 
 
 def _is_text(token: bytes) -> bool:

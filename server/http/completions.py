@@ -120,9 +120,8 @@ class _Asked(msgspec.Struct, kw_only=True):
             )
         return stops
 
-    @property
     def grammar(self) -> str | None:
-        """The grammar that the texts follow. Raises InvalidRequest."""
+        """Return the grammar that the texts follow, if any. Raises InvalidRequest."""
         guided = (self.guided_json, self.guided_regex, self.guided_choice)
         structures = [self.structured_outputs] if self.structured_outputs is not None else []
         if any(value is not None for value in guided):
@@ -236,7 +235,7 @@ class CompletionsApi:
         self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
 
     async def generate(
-        self, asked: GenerateBody, sampler: Sampler, info: ModelInfo, *, streams: bool
+        self, asked: GenerateBody, sampler: Sampler, structure: str | None, info: ModelInfo, *, streams: bool
     ) -> web.StreamResponse:
         """Continue a text, for Triton's generate extension."""
         if asked.n not in (None, 1):
@@ -247,16 +246,16 @@ class CompletionsApi:
             document = await self._documents.of(info)
             tokenizer = await self._plane.tokenizers.of(info.name)
             prompt = await self._tokens(asked.text_input, info, tokenizer, adds_special=True)
-            text = self._text(asked, sampler, info, tokenizer, prompt, document, None, asked.grammar)
+            text = self._text(asked, sampler, info, tokenizer, prompt, document, None, structure)
         return await self._answer(asked, [_Generated(text, asked.id)], streams=streams)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete prompts."""
         async with self._read(request, CompletionBody, "send a shorter prompt") as read:
-            asked, info, document = read
+            asked, structure, info, document = read
             tokenizer = await self._plane.tokenizers.find(info.name)
             prompts = await self._prompts(asked.prompt, info, tokenizer)
-            texts = self._texts(asked, info, tokenizer, prompts, document, asked.logprobs, asked.grammar)
+            texts = self._texts(asked, info, tokenizer, prompts, document, asked.logprobs, structure)
         named = _named(asked, texts[0])
         forms = [_Completion(text, named, index) for index, text in enumerate(texts)]
         return await self._answer(asked, forms, streams=bool(asked.stream))
@@ -264,7 +263,7 @@ class CompletionsApi:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
         async with self._read(request, ChatBody, "send a shorter conversation") as read:
-            asked, info, document = read
+            asked, structure, info, document = read
             if asked.top_logprobs and not asked.logprobs:
                 raise InvalidRequest(f"top_logprobs is {asked.top_logprobs} without logprobs; set logprobs to true")
             tokenizer = await self._plane.tokenizers.of(info.name)
@@ -272,11 +271,11 @@ class CompletionsApi:
             _refuse_unread(conversation, document)
             slow = len(memoryview(asked.tools)) > _QUICK_BODY_BYTES
             offered, use = await self._plane.decode(slow, _parsed_tools, asked)
-            form, structure = None, asked.grammar
+            form = None
             if use is not None:
                 ends = [tokenizer.special(token) or tokenizer.name(token) for token in document.stop_ids]
                 form = await self._call_forms.of(info.name, document, ends)
-                structure = form.grammar(use, tokenizer.special_tokens, structure)
+                structure = await self._plane.decode(slow, form.grammar, use, tokenizer.special_tokens, structure)
             prompt_text = await self._templates.call(
                 info.name, rendered, info.name, document, conversation, offered
             )
@@ -293,15 +292,18 @@ class CompletionsApi:
     @asynccontextmanager
     async def _read(
         self, request: web.Request, of_type: type[_A], way_out: str
-    ) -> AsyncIterator[tuple[_A, ModelInfo, LanguageDocument]]:
-        """Read a body into memory leased for this block, and find its model. Counts mismatched requests."""
+    ) -> AsyncIterator[tuple[_A, str | None, ModelInfo, LanguageDocument]]:
+        """Read a body into memory leased for this block, and find its model. Counts mismatched requests.
+
+        The second value is the grammar of its texts.
+        """
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, way_out)
-            asked, _ = await plane.decode(len(body) > _QUICK_BODY_BYTES, _parsed, body, of_type)
+            asked, _, structure = await plane.decode(len(body) > _QUICK_BODY_BYTES, _parsed, body, of_type)
             info = plane.require_ready(asked.model)
             with plane.fitting(info.key):
-                yield asked, info, await self._documents.of(info)
+                yield asked, structure, info, await self._documents.of(info)
 
     async def _prompts(
         self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None
@@ -714,18 +716,21 @@ class _Generated:
         }
 
 
-def _parsed(body: memoryview, of_type: type[_A]) -> tuple[_A, Sampler]:
-    """Read a body. Raises InvalidRequest, also for fields that are not supported and would change the answer."""
+def _parsed(body: memoryview, of_type: type[_A]) -> tuple[_A, Sampler, str | None]:
+    """Read a body. Returns its first text's sampler, and the grammar of its texts, too.
+
+    Raises InvalidRequest, also for fields that are not supported and would change the answer.
+    """
     if sum(bytes(body).count(bracket) for bracket in (b"[", b"{")) > _MOST_LISTS:
         raise InvalidRequest(f"the request JSON has over {_MOST_LISTS} lists and objects; send fewer")
     refuse_unsupported(parse_json(body, dict[str, msgspec.Raw]), of_type)
     asked = parse_json(body, of_type)
     if asked.stream_options is not None and not asked.stream:
         raise InvalidRequest("stream_options need 'stream': true, which is missing")
-    return asked, asked.sampler()
+    return asked, asked.sampler(), asked.grammar()
 
 
-def parsed_generate(body: memoryview, info: ModelInfo) -> tuple[GenerateBody, Sampler] | None:
+def parsed_generate(body: memoryview, info: ModelInfo) -> tuple[GenerateBody, Sampler, str | None] | None:
     """Read a generate request; None if it has tensors instead of a text. Raises as `_parsed` does.
 
     Its `parameters` count as top-level fields.

@@ -83,7 +83,7 @@ def json_rule(schema: Schema, *, lenient: bool = False) -> str:
 
 def literal(text: str) -> str:
     """Return the part of a rule that stands for this text."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _pattern(regex: str) -> str:
