@@ -74,16 +74,20 @@ def main(control: socket.socket) -> None:
             return
         with socket.socket(fileno=descriptors[0]) as connection:
             tokens = read(msgspec.msgpack.decode(message, type=Vocabulary))
-            if isinstance(tokens, str):
-                with suppress(OSError):
-                    _reply(connection, UNSUPPORTED, tokens.encode())
-                continue
-            if os.fork() == 0:
+            child = None
+            try:
+                child = None if isinstance(tokens, str) else os.fork()
+            except OSError as error:
+                tokens = f"no process can be started: {error}"
+            if child == 0 and not isinstance(tokens, str):
                 control.close()
                 try:
                     _serve(connection, tokens)
                 finally:
                     os._exit(0)
+            if isinstance(tokens, str):
+                with suppress(OSError):
+                    _reply(connection, UNSUPPORTED, tokens.encode())
 
 
 def _read(vocabulary: Vocabulary) -> "LLTokenizer | str":

@@ -36,7 +36,7 @@ from cohabit.server.ipc.model import LanguageDocument, ModelInfo
 from cohabit.server.log import log_internal_error
 from cohabit.server.protocol.decoding import Sampler, Sampling
 from cohabit.server.protocol.json_body import parse_json
-from cohabit.server.protocol.structured import ResponseFormat, Schema, Structure
+from cohabit.server.protocol.structured import ResponseFormat, Schema, TextStructure
 from cohabit.server.protocol.tools import CallParser, NamedTool, Tool, ToolUse, tool_use
 
 _log = logging.getLogger("cohabit.frontend")
@@ -100,7 +100,7 @@ class _Asked(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
     """Not OpenAI's: returns the token ids of each piece of text."""
     response_format: ResponseFormat | None = None
-    structured_outputs: Structure | None = None
+    structured_outputs: TextStructure | None = None
     """Not OpenAI's, like the next ones."""
     guided_json: Schema | None = None
     guided_regex: str | None = None
@@ -125,7 +125,9 @@ class _Asked(msgspec.Struct, kw_only=True):
         guided = (self.guided_json, self.guided_regex, self.guided_choice)
         structures = [self.structured_outputs] if self.structured_outputs is not None else []
         if any(value is not None for value in guided):
-            structures.append(Structure(json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice))
+            structures.append(
+                TextStructure(json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice)
+            )
         grammars = [structure.grammar() for structure in structures]
         if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
             grammars.append(grammar)

@@ -48,7 +48,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
         raise InvalidRequest("response_format is json_schema without a json_schema that has a schema; send it")
 
 
-class Structure(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class TextStructure(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """vLLM's `structured_outputs`, and its `guided_*` fields. One of the fields is given."""
 
     json: Schema | None = None
