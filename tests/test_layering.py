@@ -68,7 +68,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "server.observe": ({"server", "planner.shapes"}, {"msgspec", "opentelemetry", "psutil", "pynvml"}),
     "server.frontend": (
         {"server", "planner.errors", "planner.free_list", "planner.shapes"},
-        {"jinja2", "msgspec", "numpy", "tokenizers"},
+        {"jinja2", "llguidance", "msgspec", "numpy", "tokenizers"},
     ),
     "server.http": ({"server", "page.html", "planner.errors"}, {"aiohttp", "msgspec"}),
     "server.grpc": (

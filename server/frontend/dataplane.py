@@ -25,6 +25,7 @@ from cohabit.server.errors import (
     model_not_ready,
     shutting_down,
 )
+from cohabit.server.frontend.constraints import Constraints
 from cohabit.server.frontend.engine_client import EngineClient, infer_or_succeed, successor_of
 from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
@@ -78,6 +79,7 @@ class DataPlane:
         self.memory = memory
         self.regions = regions
         self.tokenizers = Tokenizers(config.repository)
+        self.constraints = Constraints()
         self.repository = config.repository
         self.tracer = tracer or Tracer()
         self.log_settings = LogSettings()

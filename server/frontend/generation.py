@@ -8,7 +8,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from cohabit.server.errors import InvalidRequest, ModelNotFound, Overloaded, Refused, SequenceLost
+from cohabit.server.frontend.constraints import Grammar
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.model_files import ModelFiles
 from cohabit.server.frontend.threads import call
@@ -286,6 +287,9 @@ class Text:
     """Maximum number of generated tokens."""
     likely: int | None
     """Number of alternatives to report per token, with log probabilities; None reports none."""
+    grammar: Grammar | None = None
+    shows_special: bool = False
+    """Whether the text has the special tokens in it, of which some models make calls of tools."""
     generated: int = 0
     reused: int = 0
     """Number of the prompt's tokens that another text had computed."""
@@ -318,31 +322,36 @@ async def generate(plane: DataPlane, text: Text, prefixes: Prefixes) -> AsyncGen
     decoder = None if tokenizer is None else tokenizer.decoder(text.prompt, cleans_up=text.cleans_up_spaces)
     sequence = TokenSequence(plane, info, list(text.prompt), len(text.prompt), prefixes)
     slow = info.outputs[0].shape[-1] > _QUICK_VOCABULARY
+    following = nullcontext() if text.grammar is None else plane.constraints.following(text.grammar)
     started_s = time.monotonic()
     with plane.generating(), closing(sequence):
-        while text.finish_reason is None:
-            logits = await sequence.logits()
-            text.reused = sequence.reused
-            token = await call(slow and not sampler.is_greedy, sampler.choose, logits)
-            now_s = time.monotonic()
-            plane.generated(info.key, now_s - started_s, first=not text.generated)
-            started_s = now_s
-            text.generated += 1
-            is_end, piece = token in text.stop_ids, ""
-            if decoder is not None and tokenizer is not None:
-                # A special token is no text, but may be a stop string, or a part of one.
-                piece = stops.push(tokenizer.special(token), hidden=True)
-                piece += "" if is_end else stops.push(decoder.push(token))
-            if is_end or stops.found:
-                text.finish_reason = "stop"
-            elif text.generated >= text.most:
-                text.finish_reason = "length"
-            if text.finish_reason is not None and decoder is not None and not stops.found:
-                piece += stops.push(decoder.flush())
-                text.finish_reason = "stop" if stops.found else text.finish_reason
-                piece += stops.flush()
-            likely = None
-            if text.likely is not None:
-                likely = await call(slow, log_probabilities, logits, token, text.likely)
-            yield TextPiece(piece, token, likely)
-            sequence.tokens.append(token)
+        async with following as constraint:
+            while text.finish_reason is None:
+                logits = await sequence.logits()
+                text.reused = sequence.reused
+                allowed = None if constraint is None else constraint.allowed
+                token = await call(slow and not sampler.is_greedy, sampler.choose, logits, allowed)
+                now_s = time.monotonic()
+                plane.generated(info.key, now_s - started_s, first=not text.generated)
+                started_s = now_s
+                text.generated += 1
+                is_end, piece = token in text.stop_ids, ""
+                if constraint is not None and not is_end:
+                    await constraint.push(token)
+                if decoder is not None and tokenizer is not None:
+                    # A special token is no text, but may be a stop string, or a part of one.
+                    piece = stops.push(tokenizer.special(token), hidden=is_end or not text.shows_special)
+                    piece += "" if is_end else stops.push(decoder.push(token))
+                if is_end or stops.found or (constraint is not None and constraint.is_complete):
+                    text.finish_reason = "stop"
+                elif text.generated >= text.most:
+                    text.finish_reason = "length"
+                if text.finish_reason is not None and decoder is not None and not stops.found:
+                    piece += stops.push(decoder.flush())
+                    text.finish_reason = "stop" if stops.found else text.finish_reason
+                    piece += stops.flush()
+                likely = None
+                if text.likely is not None:
+                    likely = await call(slow, log_probabilities, logits, token, text.likely)
+                yield TextPiece(piece, token, likely)
+                sequence.tokens.append(token)

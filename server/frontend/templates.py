@@ -13,9 +13,10 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cohabit.server.errors import InvalidRequest, Refused
 from cohabit.server.ipc.model import LanguageDocument
@@ -23,6 +24,8 @@ from cohabit.server.ipc.model import LanguageDocument
 if TYPE_CHECKING:
     from jinja2 import Template
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _MOST_REASON = 300
 _KEPT = 16
 """Number of compiled templates kept."""
@@ -69,15 +72,20 @@ class ChatTemplates:
         self._turns: dict[str, asyncio.Lock] = {}
         """By model."""
 
-    async def rendered(self, model: str, document: LanguageDocument, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return a conversation as text. Raises as `rendered` does."""
+    async def call(self, model: str, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        """Call a function that renders a model's template, such as `rendered`."""
         async with self._turns.setdefault(model, asyncio.Lock()):
             loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, rendered, model, document, messages)
+            return await loop.run_in_executor(self._threads, functools.partial(function, *args, **kwargs))
 
 
-def rendered(model: str, document: LanguageDocument, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a conversation as the text that the model continues.
+def rendered(
+    model: str,
+    document: LanguageDocument,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """Return a conversation as the text that the model continues. `tools` are in OpenAI's form.
 
     Raises InvalidRequest if the template rejects the conversation or reaches a limit, and for a model without a
     template.
@@ -95,7 +103,7 @@ def rendered(model: str, document: LanguageDocument, messages: Sequence[Mapping[
     try:
         template, takes_parts = _compiled(document.chat_template)
         chat = [_as_transformers(message, takes_parts) for message in messages]
-        values = {**document.special_tokens, "messages": chat, "tools": None, "documents": None}
+        values = {**document.special_tokens, "messages": chat, "tools": tools, "documents": None}
         _budget.set(_Budget(len(chat)))
         return template.render({**values, "add_generation_prompt": True})
     except TemplateLimit as error:
@@ -114,7 +122,8 @@ def rendered(model: str, document: LanguageDocument, messages: Sequence[Mapping[
 def _as_transformers(message: Mapping[str, Any], takes_parts: bool) -> dict[str, Any]:
     """Return a message as transformers gives it to templates: without nulls, and with a reasoning's other names.
 
-    A content in parts is joined, unless the template takes parts.
+    A content in parts is joined, unless the template takes parts. Arguments of calls are objects. Raises InvalidRequest
+    for calls in another form than OpenAI's.
     """
     chat = {key: value for key, value in message.items() if value is not None}
     reasoning = next((chat[key] for key in REASONING if key in chat), None)
@@ -122,7 +131,22 @@ def _as_transformers(message: Mapping[str, Any], takes_parts: bool) -> dict[str,
         chat = {"thinking": reasoning, **chat, "reasoning_content": reasoning}
     if isinstance(chat.get("content"), list) and not takes_parts:
         chat["content"] = "".join(str(part.get("text", "")) for part in chat["content"])
+    if "tool_calls" in chat:
+        chat["tool_calls"] = [_as_called(call) for call in chat["tool_calls"]]
     return chat
+
+
+def _as_called(call: Any) -> Mapping[str, Any]:
+    """Return a call whose arguments are an object. Raises InvalidRequest."""
+    match call:
+        case {"function": {"name": str(), "arguments": str(written)}}:
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(written)
+                if isinstance(arguments, dict):
+                    return {**call, "function": {**call["function"], "arguments": arguments}}
+        case {"function": {"name": str(), "arguments": dict()}}:
+            return call  # type: ignore[no-any-return]
+    raise InvalidRequest("a call in tool_calls needs a function, with a name, and arguments that are a JSON object")
 
 
 @lru_cache(_KEPT)

@@ -53,12 +53,21 @@ _BYTE_OF_LETTER = _byte_of_letter()
 _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
+@dataclass(frozen=True, slots=True)
+class TokenizerFile:
+    """A tokenizer's file, and its state when it was read."""
+
+    path: str
+    state: FileState | None
+
+
 @dataclass(frozen=True)
 class LoadedTokenizer:
     """A tokenizer, and what its tokens stand for."""
 
     tokenizer: "Tokenizer"
     padding_id: int
+    file: TokenizerFile | None = None
 
     def tokens(self, texts: Sequence[str], *, adds_special: bool = True, most: int | None = None) -> list[Tokens]:
         """Return the token ids of each text. Releases the GIL meanwhile, unlike `encode`.
@@ -108,6 +117,11 @@ class LoadedTokenizer:
         added = self._added.get(token)
         return added.content if added is not None and added.special else ""
 
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens by their texts."""
+        return {added.content: token for token, added in self._added.items() if added.special}
+
     def is_shown(self, token: int) -> bool:
         """Whether a token adds to the text: it is known, and not special."""
         return not self.special(token) and self.tokenizer.id_to_token(token) is not None
@@ -151,7 +165,7 @@ class LoadedTokenizer:
         return added
 
     @cached_property
-    def _decoders(self) -> set[str]:
+    def decoders(self) -> set[str]:
         """The types of the tokenizer's decoders."""
         decoder = self.tokenizer.decoder
         state = {} if decoder is None else msgspec.json.decode(decoder.__getstate__())
@@ -159,11 +173,11 @@ class LoadedTokenizer:
 
     @property
     def _falls_back(self) -> bool:
-        return "ByteFallback" in self._decoders
+        return "ByteFallback" in self.decoders
 
     @property
     def _has_letters(self) -> bool:
-        return "ByteLevel" in self._decoders
+        return "ByteLevel" in self.decoders
 
     @cached_property
     def _anchor(self) -> int | None:
@@ -296,7 +310,7 @@ class Tokenizers:
     """By model. Belongs to the event loop's thread; files are read on others."""
 
     def __init__(self, repository: Path) -> None:
-        self._files = ModelFiles(repository, TOKENIZER, _MOST_BYTES, _loaded)
+        self._files = ModelFiles(repository, TOKENIZER, _MOST_BYTES, load_tokenizer)
 
     def state(self, model: str) -> FileState | None:
         """Return the state of a model's tokenizer; None if it has none. Reads the disk."""
@@ -315,13 +329,14 @@ class Tokenizers:
         return found
 
 
-def _loaded(path: Path) -> LoadedTokenizer:
+def load_tokenizer(path: Path) -> LoadedTokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the cores are for the models
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
         text = "texts need the package tokenizers; install it with pip install 'cohabit[text]'"
         raise Refused("Unsupported", text) from error
+    file = TokenizerFile(str(path.resolve()), FileState.of(path))
     tokenizer = Tokenizer.from_file(str(path))
     padding = (tokenizer.padding or {}).get("pad_id")
     known = (tokenizer.token_to_id(token) for token in _PADDING)
@@ -329,6 +344,6 @@ def _loaded(path: Path) -> LoadedTokenizer:
     # Texts are padded here, to the longest of a request; texts that are too long are refused.
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    loaded = LoadedTokenizer(tokenizer, padding_id)
+    loaded = LoadedTokenizer(tokenizer, padding_id, file)
     loaded.name(0)  # properties that take time are computed on this thread
     return loaded

@@ -113,7 +113,7 @@ class InferenceApi:
             asked = None
             if has_text:
                 with self._plane.fitting(info.key):
-                    asked = await self._plane.decode(slow, parsed_generate, body)
+                    asked = await self._plane.decode(slow, parsed_generate, body, info)
             if asked is None:
                 with self._plane.answering(info.key):
                     with self._plane.fitting(info.key):

@@ -42,7 +42,11 @@ def make_app(
     async def openapi(request: web.Request) -> web.Response:
         return web.Response(body=described, content_type=JSON)
 
+    async def end(app: web.Application) -> None:
+        await plane.constraints.close()
+
     app = web.Application(middlewares=[_traced(plane.tracer)])
+    app.on_cleanup.append(end)
     # This port's metrics need the same permission as statistics; scrapers without it use the metrics port.
     _add(
         app,

@@ -14,6 +14,8 @@ from aiohttp import web
 from msgspec import Meta, structs
 
 from cohabit.server.errors import InvalidRequest, Refused, RequestError
+from cohabit.server.frontend.call_forms import CallForms
+from cohabit.server.frontend.constraints import Grammar
 from cohabit.server.frontend.dataplane import DataPlane
 from cohabit.server.frontend.generation import (
     LanguageDocuments,
@@ -22,7 +24,8 @@ from cohabit.server.frontend.generation import (
     TextPiece,
     generate,
 )
-from cohabit.server.frontend.templates import REASONING, ChatTemplates
+from cohabit.server.frontend.grammar_process import Vocabulary
+from cohabit.server.frontend.templates import REASONING, ChatTemplates, rendered
 from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.http.answers import json_response
 from cohabit.server.http.body import read_body
@@ -33,6 +36,8 @@ from cohabit.server.ipc.model import LanguageDocument, ModelInfo
 from cohabit.server.log import log_internal_error
 from cohabit.server.protocol.decoding import Sampler, Sampling
 from cohabit.server.protocol.json_body import parse_json
+from cohabit.server.protocol.structured import ResponseFormat, Schema, TextStructure
+from cohabit.server.protocol.tools import CallParser, NamedTool, Tool, ToolUse, tool_use
 
 _log = logging.getLogger("cohabit.frontend")
 
@@ -63,6 +68,9 @@ _MOST_LISTS = 1 << 17
 Message = dict[str, Any]
 
 
+_NULL = msgspec.Raw(b"null")
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -91,6 +99,12 @@ class _Asked(msgspec.Struct, kw_only=True):
     """Not OpenAI's: ignores end tokens, for benchmarks."""
     return_token_ids: bool | None = None
     """Not OpenAI's: returns the token ids of each piece of text."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: TextStructure | None = None
+    """Not OpenAI's, like the next ones."""
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -105,6 +119,21 @@ class _Asked(msgspec.Struct, kw_only=True):
                 f"stop: there can be {_MOST_STOPS} strings of 1 to {_MOST_STOP_CHARACTERS} characters"
             )
         return stops
+
+    def grammar(self) -> str | None:
+        """Return the grammar that the texts follow, if any. Raises InvalidRequest."""
+        guided = (self.guided_json, self.guided_regex, self.guided_choice)
+        structures = [self.structured_outputs] if self.structured_outputs is not None else []
+        if any(value is not None for value in guided):
+            structures.append(
+                TextStructure(json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice)
+            )
+        grammars = [structure.grammar() for structure in structures]
+        if self.response_format is not None and (grammar := self.response_format.grammar()) is not None:
+            grammars.append(grammar)
+        if len(grammars) > 1:
+            raise InvalidRequest("response_format, structured_outputs and guided_* exclude one another; send one")
+        return grammars[0] if grammars else None
 
     def sampler(self, number: int = 0) -> Sampler:
         """Return the sampler of a prompt's text. With a seed, each of its texts has a seed of its own."""
@@ -140,6 +169,9 @@ class ChatBody(_Asked, kw_only=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    tools: msgspec.Raw = _NULL
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
     @property
     def most_tokens(self) -> int | None:
@@ -201,10 +233,11 @@ class CompletionsApi:
         self._documents = LanguageDocuments(plane.repository)
         self._prefixes = Prefixes()
         self._templates = ChatTemplates()
+        self._call_forms = CallForms(self._templates)
         self._most_body_bytes = min(max_body_bytes, MOST_TEXT_BYTES)
 
     async def generate(
-        self, asked: GenerateBody, sampler: Sampler, info: ModelInfo, *, streams: bool
+        self, asked: GenerateBody, sampler: Sampler, structure: str | None, info: ModelInfo, *, streams: bool
     ) -> web.StreamResponse:
         """Continue a text, for Triton's generate extension."""
         if asked.n not in (None, 1):
@@ -215,16 +248,16 @@ class CompletionsApi:
             document = await self._documents.of(info)
             tokenizer = await self._plane.tokenizers.of(info.name)
             prompt = await self._tokens(asked.text_input, info, tokenizer, adds_special=True)
-            text = self._text(asked, sampler, info, tokenizer, prompt, document, None)
+            text = self._text(asked, sampler, info, tokenizer, prompt, document, None, structure)
         return await self._answer(asked, [_Generated(text, asked.id)], streams=streams)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         """Complete prompts."""
         async with self._read(request, CompletionBody, "send a shorter prompt") as read:
-            asked, info, document = read
+            asked, structure, info, document = read
             tokenizer = await self._plane.tokenizers.find(info.name)
             prompts = await self._prompts(asked.prompt, info, tokenizer)
-            texts = self._texts(asked, info, tokenizer, prompts, document, asked.logprobs)
+            texts = self._texts(asked, info, tokenizer, prompts, document, asked.logprobs, structure)
         named = _named(asked, texts[0])
         forms = [_Completion(text, named, index) for index, text in enumerate(texts)]
         return await self._answer(asked, forms, streams=bool(asked.stream))
@@ -232,32 +265,47 @@ class CompletionsApi:
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """Answer the last message of a conversation."""
         async with self._read(request, ChatBody, "send a shorter conversation") as read:
-            asked, info, document = read
+            asked, structure, info, document = read
             if asked.top_logprobs and not asked.logprobs:
                 raise InvalidRequest(f"top_logprobs is {asked.top_logprobs} without logprobs; set logprobs to true")
             tokenizer = await self._plane.tokenizers.of(info.name)
             conversation = [_plain(message) for message in asked.messages]
             _refuse_unread(conversation, document)
-            prompt_text = await self._templates.rendered(info.name, document, conversation)
+            slow = len(memoryview(asked.tools)) > _QUICK_BODY_BYTES
+            offered, use = await self._plane.decode(slow, _parsed_tools, asked)
+            form = None
+            if use is not None:
+                ends = [tokenizer.special(token) or tokenizer.name(token) for token in document.stop_ids]
+                form = await self._call_forms.of(info.name, document, ends)
+                structure = await self._plane.decode(slow, form.grammar, use, tokenizer.special_tokens, structure)
+            prompt_text = await self._templates.call(
+                info.name, rendered, info.name, document, conversation, offered
+            )
             prompt = await self._tokens(prompt_text, info, tokenizer, adds_special=False)
             likely = (asked.top_logprobs or 0) if asked.logprobs else None
-            texts = self._texts(asked, info, tokenizer, [prompt], document, likely)
+            texts = self._texts(asked, info, tokenizer, [prompt], document, likely, structure)
+            for text in texts:
+                text.shows_special = use is not None
         named = _named(asked, texts[0])
-        forms = [_Chat(text, named, index) for index, text in enumerate(texts)]
+        parsers = [CallParser(form, use) if form is not None and use is not None else None for _ in texts]
+        forms = [_Chat(text, named, index, parsers[index]) for index, text in enumerate(texts)]
         return await self._answer(asked, forms, streams=bool(asked.stream))
 
     @asynccontextmanager
     async def _read(
         self, request: web.Request, of_type: type[_A], way_out: str
-    ) -> AsyncIterator[tuple[_A, ModelInfo, LanguageDocument]]:
-        """Read a body into memory leased for this block, and find its model. Counts mismatched requests."""
+    ) -> AsyncIterator[tuple[_A, str | None, ModelInfo, LanguageDocument]]:
+        """Read a body into memory leased for this block, and find its model. Counts mismatched requests.
+
+        The second value is the grammar of its texts.
+        """
         plane = self._plane
         with plane.memory.lease() as lease:
             body = await read_body(request, lease, self._most_body_bytes, way_out)
-            asked, _ = await plane.decode(len(body) > _QUICK_BODY_BYTES, _parsed, body, of_type)
+            asked, _, structure = await plane.decode(len(body) > _QUICK_BODY_BYTES, _parsed, body, of_type)
             info = plane.require_ready(asked.model)
             with plane.fitting(info.key):
-                yield asked, info, await self._documents.of(info)
+                yield asked, structure, info, await self._documents.of(info)
 
     async def _prompts(
         self, given: msgspec.Raw, info: ModelInfo, tokenizer: LoadedTokenizer | None
@@ -294,6 +342,7 @@ class CompletionsApi:
         prompts: Sequence[list[int]],
         document: LanguageDocument,
         likely: int | None,
+        structure: str | None,
     ) -> list[Text]:
         """Return `n` texts for each prompt, in the order of their indices in the answer."""
         each = asked.n or 1
@@ -303,7 +352,7 @@ class CompletionsApi:
                 f" {_MOST_TEXTS}: send several"
             )
         return [
-            self._text(asked, asked.sampler(number), info, tokenizer, prompt, document, likely)
+            self._text(asked, asked.sampler(number), info, tokenizer, prompt, document, likely, structure)
             for prompt in prompts
             for number in range(each)
         ]
@@ -317,6 +366,7 @@ class CompletionsApi:
         prompt: list[int],
         document: LanguageDocument,
         likely: int | None,
+        structure: str | None,
     ) -> Text:
         if not prompt:
             raise InvalidRequest("the prompt has no tokens")
@@ -345,6 +395,16 @@ class CompletionsApi:
                 f" {len(prompt)}, so that at most {left} can be generated; ask for fewer, or leave max_tokens out"
             )
         usual = left if isinstance(asked, ChatBody) else min(_USUAL_TOKENS, left)
+        grammar = None
+        if structure is not None:
+            if asked.ignore_eos:
+                raise InvalidRequest(
+                    "ignore_eos is true, and a text with a schema or tools ends by itself; leave it out"
+                )
+            if tokenizer is None or tokenizer.file is None:
+                raise InvalidRequest(f"model '{info.name}' has no tokenizer, so that no text can follow a schema")
+            ends = tuple(token for token in document.stop_ids if token < vocabulary)
+            grammar = Grammar(structure.encode(), Vocabulary(tokenizer.file, vocabulary, ends))
         return Text(
             info,
             tokenizer,
@@ -352,9 +412,10 @@ class CompletionsApi:
             sampler,
             stops,
             stop_ids=() if asked.ignore_eos else document.stop_ids,
-            cleans_up_spaces=document.cleans_up_spaces,
+            cleans_up_spaces=document.cleans_up_spaces and grammar is None,
             most=usual if most is None else most,
             likely=likely,
+            grammar=grammar,
         )
 
     async def _answer(self, asked: _Asked, forms: Sequence[_Form], *, streams: bool) -> web.StreamResponse:
@@ -566,34 +627,48 @@ class _Chat:
     text: Text
     named: _Named
     index: int = 0
+    calls: CallParser | None = None
+    """Finds the calls of tools in the text."""
     path: str = "/v1/"
 
     def start(self) -> dict[str, Any]:
         return self._chunk({"role": "assistant", "content": ""}, None)
 
     def chunk(self, piece: TextPiece) -> dict[str, Any] | None:
-        if self.named.is_empty(piece):
+        delta: Mapping[str, Any] = {"content": piece.text}
+        if self.calls is not None:
+            delta = self.calls.push(piece.text, is_last=self.text.finish_reason is not None)
+        if self.named.is_empty(piece) or not (delta or piece.log_probabilities or self.named.with_ids):
             return None
-        answer = self._chunk({"content": piece.text}, None)
+        answer = self._chunk(delta, None)
         answer["choices"][0] |= self.named.ids([piece])
         if self.text.likely is not None:
             answer["choices"][0]["logprobs"] = self._likely([piece])
         return answer
 
     def last(self) -> dict[str, Any]:
-        return self._chunk({}, self.text.finish_reason)
+        return self._chunk({}, self._finish_reason)
 
     def end(self, usage: dict[str, Any] | None) -> Iterator[bytes]:
         return self.named.end("chat.completion.chunk", usage)
 
     def whole(self, pieces: Sequence[TextPiece]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(piece.text for piece in pieces)}
+        if self.calls is not None:
+            self.calls.push(message["content"], is_last=True)
+            message["content"] = self.calls.content or None
+            message |= {"tool_calls": self.calls.calls} if self.calls.calls else {}
         likely = None if self.text.likely is None else self._likely(pieces)
         own = {"index": self.index, "message": message, "logprobs": likely}
-        choice = own | {"finish_reason": self.text.finish_reason} | self.named.ids(pieces)
+        choice = own | {"finish_reason": self._finish_reason} | self.named.ids(pieces)
         return {**self.named.answer("chat.completion", choice), "usage": self.text.usage}
 
-    def _chunk(self, delta: Mapping[str, str], reason: str | None) -> dict[str, Any]:
+    @property
+    def _finish_reason(self) -> str | None:
+        reason = self.text.finish_reason
+        return "tool_calls" if reason == "stop" and self.calls is not None and self.calls.calls else reason
+
+    def _chunk(self, delta: Mapping[str, Any], reason: str | None) -> dict[str, Any]:
         choice = {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": reason}
         return self.named.answer("chat.completion.chunk", choice)
 
@@ -643,27 +718,38 @@ class _Generated:
         }
 
 
-def _parsed(body: memoryview, of_type: type[_A]) -> tuple[_A, Sampler]:
-    """Read a body. Raises InvalidRequest, also for fields that are not supported and would change the answer."""
+def _parsed(body: memoryview, of_type: type[_A]) -> tuple[_A, Sampler, str | None]:
+    """Read a body. Returns its first text's sampler, and the grammar of its texts, too.
+
+    Raises InvalidRequest, also for fields that are not supported and would change the answer.
+    """
     if sum(bytes(body).count(bracket) for bracket in (b"[", b"{")) > _MOST_LISTS:
         raise InvalidRequest(f"the request JSON has over {_MOST_LISTS} lists and objects; send fewer")
     refuse_unsupported(parse_json(body, dict[str, msgspec.Raw]), of_type)
     asked = parse_json(body, of_type)
     if asked.stream_options is not None and not asked.stream:
         raise InvalidRequest("stream_options need 'stream': true, which is missing")
-    return asked, asked.sampler()
+    return asked, asked.sampler(), asked.grammar()
 
 
-def parsed_generate(body: memoryview) -> tuple[GenerateBody, Sampler] | None:
-    """Read a generate request; None if it has no text. Raises as `_parsed` does.
+def parsed_generate(body: memoryview, info: ModelInfo) -> tuple[GenerateBody, Sampler, str | None] | None:
+    """Read a generate request; None if it has tensors instead of a text. Raises as `_parsed` does.
 
     Its `parameters` count as top-level fields.
     """
     sent = parse_json(body, dict[str, msgspec.Raw])
-    if "text_input" not in sent:
+    if "text_input" not in sent and any(tensor.name in sent for tensor in info.inputs):
         return None
     parameters = parse_json(memoryview(sent.pop("parameters", msgspec.Raw(b"{}"))), dict[str, msgspec.Raw])
     return _parsed(memoryview(msgspec.json.encode({**parameters, **sent})), GenerateBody)
+
+
+def _parsed_tools(asked: ChatBody) -> tuple[list[dict[str, Any]] | None, ToolUse | None]:
+    """Return the tools for the chat template, and what a text may call. Raises InvalidRequest."""
+    raw = memoryview(asked.tools)
+    tools = [] if bytes(raw) == bytes(_NULL) else parse_json(raw, list[Tool])
+    use = tool_use(tools, asked.tool_choice, asked.parallel_tool_calls)
+    return (None if use is None else parse_json(raw, list[dict[str, Any]])), use
 
 
 def _parsed_prompts(given: msgspec.Raw, info: ModelInfo) -> list[str | list[int]]:

@@ -16,16 +16,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's.
     "audio": (), "best_of": (1,), "echo": (False,), "function_call": ("none", "auto"), "functions": ([],),
     "modalities": (["text"],), "moderation": (), "parallel_tool_calls": (True, False), "prediction": (),
-    "reasoning_effort": ("none",), "response_format": ({"type": "text"},), "suffix": ("",),
+    "reasoning_effort": ("none",), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "verbosity": ("medium",), "web_search_options": (),
     # Those of other servers of the protocol.
     "add_generation_prompt": (True,), "add_special_tokens": (True,), "allowed_token_ids": ([],), "chat_template": (),
     "chat_template_kwargs": ({},), "continue_final_message": (False,), "documents": ([],), "early_stopping": (False,),
-    "grammar": ("",), "guided_choice": (), "guided_grammar": (), "guided_json": (), "guided_regex": (),
+    "grammar": ("",), "guided_grammar": (),
     "include_stop_str_in_output": (False,), "length_penalty": (1,), "logits_processors": ([],), "min_p": (0,),
     "min_tokens": (0,), "mirostat": (0,), "prompt_logprobs": (), "repetition_penalty": (1,),
     "return_tokens_as_token_ids": (False,), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "stop_token_ids": ([],), "structured_outputs": (), "truncate_prompt_tokens": (), "typical_p": (1,),
+    "stop_token_ids": ([],), "truncate_prompt_tokens": (), "typical_p": (1,),
     "use_beam_search": (False,),
     # Those of Triton's language model backends.
     "bad_words": ("", []), "beam_width": (1,), "do_sample": (True,), "exclude_input_in_output": (True,),

@@ -56,12 +56,18 @@ class Sampler:
         """The largest token with a bias; -1 without any."""
         return int(self._biased.max(initial=-1))
 
-    def choose(self, logits: Array) -> int:
+    def choose(self, logits: Array, allowed: Array | None = None) -> int:
         """Return the next token, given the logits of all tokens [vocabulary], float32.
 
-        Raises Refused for logits without a finite maximum.
+        `allowed` says which tokens may be chosen [vocabulary], bool: at least one. Raises Refused for logits without a
+        finite maximum.
         """
-        token = self._chosen(self._adjusted(logits))
+        adjusted = self._adjusted(logits)
+        if allowed is None:
+            token = self._chosen(adjusted)
+        else:
+            tokens = np.flatnonzero(allowed)
+            token = int(tokens[self._chosen(adjusted[tokens])])
         self._generated[token] += 1
         return token
 

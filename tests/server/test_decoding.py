@@ -97,6 +97,27 @@ def test_special_tokens_can_be_stop_strings_but_are_never_sent() -> None:
     assert other.push("<|sep|>", hidden=True) + other.push("y") + other.flush() == "y"
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_only_allowed_tokens_are_chosen_as_the_logits_of_others_say_nothing(seed: int) -> None:
+    draws = np.random.default_rng(seed)
+    logits = draws.normal(size=2000).astype(np.float32)
+    allowed = draws.random(2000) < draws.choice([0.001, 0.5, 1])
+    allowed[draws.integers(2000)] = True
+    rest = np.where(allowed, logits, np.float32(-1e30))
+    for sampling in (
+        Sampling(temperature=0),
+        Sampling(seed=seed),
+        Sampling(top_p=0.5, seed=seed),
+        Sampling(top_k=3),
+    ):
+        found = Sampler(sampling).choose(logits, allowed)
+        assert allowed[found]
+        if sampling.temperature == 0:
+            assert found == int(np.argmax(rest))
+        if sampling.seed is not None:
+            assert found == Sampler(sampling).choose(rest)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_a_text_in_pieces_is_cut_where_the_whole_would_be(seed: int) -> None:
     draws = random.Random(seed)
