@@ -1,46 +1,30 @@
-"""A linear layer's product with a weight in int8, compiled for this processor by LLVM.
+"""Linear layers with a weight in int8, in which each output has a scale of its own.
 
-Each output of the layer has a scale of its own. Each row of the input is rounded to integers when the layer runs, with
-as many bits as sums of 32 bits allow: 15 for up to 516 inputs, and 11 for 8,192. Sums are exact, so a row's result
-depends neither on the rows beside it nor on the processor.
-
-The inner loop multiplies pairs of 16-bit integers and adds both products, which x86 does in one instruction. Weights
-are widened in registers: memory and caches see 8 bits per weight.
+Each row of the input is rounded to integers when the layer runs, with as many bits as sums of 32 bits allow: 15 for up
+to 516 inputs, and 11 for 8,192. Sums are exact, so a row's result depends neither on the rows beside it nor on the
+processor.
 """
 
-import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 import torch
-from llvmlite import binding, ir
 
 MOST: Final = 127
 """Largest absolute value of a weight in int8."""
 MOST_INPUTS: Final = 1 << 16
 """Maximum inputs of a layer: with more, a row would have less than 8 bits."""
-_LANES: Final = 16
-"""Inputs that are multiplied at a time; a layer's inputs are a multiple of it."""
-_ROWS, _OUTPUTS = 2, 4
-"""Rows and outputs whose sums are in registers at a time; a layer's outputs are a multiple of the second."""
+_INPUTS, _OUTPUTS = 16, 4
+"""What a layer's inputs and outputs are multiples of."""
 _BLOCK_NUMBERS: Final = 1 << 15
-"""Numbers of the rows that are rounded at a time: they stay in the processor's L2 cache."""
-_LEAST_DIVISOR: Final = 1e-30
-"""Rows whose numbers are all smaller are rounded to zero."""
-_MAGIC: Final = 1.5 * 2**23
-"""Added to a float32 of up to 22 bits, it rounds to an integer, which is then in the low bits."""
-
-_i8, _i16, _i32, _i64, _f32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_floats, _integers = ir.VectorType(_f32, 8), ir.VectorType(_i32, 8)
-_pairs = ir.VectorType(_i32, _LANES)
-_even, _odd = (ir.Constant(_integers, list(range(first, _LANES, 2))) for first in (0, 1))
-_undefined = ir.Constant(_pairs, ir.Undefined)
+"""Numbers of the rows that are rounded at a time, on the stack: they stay in the processor's L2 cache."""
+_LEAST_BLOCK: Final = 2
 
 
 def takes(outputs: int, inputs: int) -> bool:
     """Whether the kernel can compute a layer of this size."""
-    return outputs > 0 and 0 < inputs <= MOST_INPUTS and inputs % _LANES == 0 and outputs % _OUTPUTS == 0
+    return outputs > 0 and 0 < inputs <= MOST_INPUTS and inputs % _INPUTS == 0 and outputs % _OUTPUTS == 0
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor) -> torch.Tensor:
@@ -51,158 +35,16 @@ def product(x: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor) -> torch
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     result = torch.empty(rows, outputs)
-    block = min(rows, max(_ROWS, _BLOCK_NUMBERS // inputs))
+    block = min(rows, max(_LEAST_BLOCK, _BLOCK_NUMBERS // inputs))
     most = min(2**15 - 1, (2**31 - 1) // (MOST * inputs))
-    pointers = (tensor.data_ptr() for tensor in (x, weight, terms, result))
-    _kernel()(rows, outputs, inputs, block, most, *pointers)
+    addresses = (tensor.data_ptr() for tensor in (x, weight, terms, result))
+    _kernel()(rows, outputs, inputs, block, most, *addresses)
     return result
 
 
 @cache
 def _kernel() -> Callable[..., None]:
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    module = binding.parse_assembly(str(_Kernel().module))
-    host = binding.get_host_cpu_name(), binding.get_host_cpu_features().flatten()
-    machine = binding.Target.from_default_triple().create_target_machine(*host, opt=3, jit=True)
-    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=1))
-    passes.getModulePassManager().run(module, passes)
-    engine = binding.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    size, pointer = ctypes.c_int64, ctypes.c_void_p
-    prototype = ctypes.CFUNCTYPE(None, *[size] * 4, ctypes.c_float, *[pointer] * 4)  # it runs without the GIL
-    function: Any = prototype(engine.get_function_address("product"))
-    function.owner = engine
-    return function  # type: ignore[no-any-return]
+    # Imported here: LLVM takes tens of MiB, which a process without such layers need not have.
+    from cohabit.runtime.lowering.encoding.int8_code import compiled
 
-
-class _Kernel:
-    """Writes the kernel in LLVM's language."""
-
-    def __init__(self) -> None:
-        self.module = ir.Module()
-        self.module.triple = binding.get_process_triple()
-        arguments = [*[_i64] * 4, _f32, _f32.as_pointer(), _i8.as_pointer(), *[_f32.as_pointer()] * 2]
-        function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), arguments), "product")
-        self.rows, self.outputs, self.inputs, self.block, self.most = function.args[:5]
-        self.x, self.weight, self.terms, self.result = function.args[5:]
-        self.write = ir.IRBuilder(function.append_basic_block())
-        self.rounded = self.write.alloca(_i16, self.write.mul(self.block, self.inputs))
-        self.scales = self.write.alloca(_f32, self.block)
-        self._loop(self._number(0), self.rows, self.block, self._rows_of_block)
-        self.write.ret_void()
-
-    def _rows_of_block(self, first: Any, _: Any) -> None:
-        """Round a block of rows, and multiply them by all outputs: two rows at a time, then a last one."""
-        write, one, zero = self.write, self._number(1), self._number(0)
-        left = write.sub(self.rows, first)
-        count = write.select(write.icmp_signed("<", left, self.block), left, self.block)
-        even = write.sub(count, write.srem(count, self._number(_ROWS)))
-        self._loop(zero, count, one, lambda row, _: self._round(write.add(first, row), row))
-
-        def columns(output: Any, _: Any) -> None:
-            self._loop(zero, even, self._number(_ROWS), lambda row, _: self._tile(first, row, output, _ROWS))
-            self._loop(even, count, one, lambda row, _: self._tile(first, row, output, 1))
-
-        self._loop(zero, self.outputs, self._number(_OUTPUTS), columns)
-
-    def _round(self, row: Any, place: Any) -> None:
-        """Round a row to integers of up to `most`, and note their scale; NaN if a number is not finite."""
-        write, zero, step = self.write, self._number(0), self._number(8)
-        source = write.gep(self.x, [write.mul(row, self.inputs)])
-        target = write.gep(self.rounded, [write.mul(place, self.inputs)])
-
-        def larger(start: Any, found: Sequence[Any]) -> Sequence[Any]:
-            size = self._call("llvm.fabs.v8f32", _floats, self._load(write.gep(source, [start]), _floats))
-            return [self._call("llvm.maximum.v8f32", _floats, found[0], size)]
-
-        (sizes,) = self._loop(zero, self.inputs, step, larger, [ir.Constant(_floats, [0.0] * 8)])
-        largest = self._call("llvm.vector.reduce.fmaximum.v8f32", _f32, sizes)
-        ordinary = write.fcmp_ordered(">", largest, ir.Constant(_f32, _LEAST_DIVISOR))
-        factor = self._spread(write.select(ordinary, write.fdiv(self.most, largest), ir.Constant(_f32, 0.0)))
-        not_finite = write.fsub(largest, largest)
-        write.store(write.fadd(write.fdiv(largest, self.most), not_finite), write.gep(self.scales, [place]))
-
-        def part(start: Any, _: Any) -> None:
-            numbers = write.fmul(self._load(write.gep(source, [start]), _floats), factor)
-            bits = write.bitcast(write.fadd(numbers, ir.Constant(_floats, [_MAGIC] * 8)), _integers)
-            short = write.trunc(bits, ir.VectorType(_i16, 8))
-            stored = write.store(short, write.bitcast(write.gep(target, [start]), short.type.as_pointer()))
-            stored.align = 2
-
-        self._loop(zero, self.inputs, step, part)
-
-    def _tile(self, first: Any, row: Any, output: Any, rows: int) -> None:
-        """Compute a few rows of a few outputs."""
-        write = self.write
-        places = [write.add(row, self._number(r)) for r in range(rows)]
-        outputs = [write.add(output, self._number(c)) for c in range(_OUTPUTS)]
-        xs = [write.gep(self.rounded, [write.mul(place, self.inputs)]) for place in places]
-        weights = [write.gep(self.weight, [write.mul(own, self.inputs)]) for own in outputs]
-
-        def added(start: Any, sums: Sequence[Any]) -> Sequence[Any]:
-            numbers = [self._widened(x, start, _i16) for x in xs]
-            own = [write.mul(w, x) for w in (self._widened(p, start, _i8) for p in weights) for x in numbers]
-            halves = ((write.shuffle_vector(p, _undefined, half) for half in (_even, _odd)) for p in own)
-            return [write.add(s, write.add(*pair)) for s, pair in zip(sums, halves, strict=True)]
-
-        zeros = [ir.Constant(_integers, [0] * 8)] * (rows * _OUTPUTS)
-        sums = iter(self._loop(self._number(0), self.inputs, self._number(_LANES), added, zeros))
-        for own in outputs:
-            scale = write.load(write.gep(self.terms, [own]))
-            bias = write.load(write.gep(self.terms, [write.add(self.outputs, own)]))
-            for place in places:
-                total = write.sitofp(self._call("llvm.vector.reduce.add.v8i32", _i32, next(sums)), _f32)
-                total = write.fmul(write.fmul(total, write.load(write.gep(self.scales, [place]))), scale)
-                index = write.add(write.mul(write.add(first, place), self.outputs), own)
-                write.store(write.fadd(total, bias), write.gep(self.result, [index]))
-
-    def _widened(self, pointer: Any, start: Any, integer: ir.IntType) -> Any:
-        values = self._load(self.write.gep(pointer, [start]), ir.VectorType(integer, _LANES))
-        return self.write.sext(values, _pairs)
-
-    def _load(self, pointer: Any, vector: ir.VectorType) -> Any:
-        loaded = self.write.load(self.write.bitcast(pointer, vector.as_pointer()))
-        loaded.align = vector.element.width // 8 if isinstance(vector.element, ir.IntType) else 4
-        return loaded
-
-    def _spread(self, value: Any) -> Any:
-        """Return a vector with this float in each place."""
-        nothing = ir.Constant(_floats, ir.Undefined)
-        one = self.write.insert_element(nothing, value, ir.Constant(_i32, 0))
-        return self.write.shuffle_vector(one, nothing, ir.Constant(_integers, [0] * 8))
-
-    def _call(self, name: str, result: ir.Type, *arguments: Any) -> Any:
-        known = self.module.globals.get(name)
-        if known is None:
-            known = ir.Function(self.module, ir.FunctionType(result, [a.type for a in arguments]), name)
-        return self.write.call(known, arguments)
-
-    def _number(self, value: int) -> ir.Constant:
-        return ir.Constant(_i64, value)
-
-    def _loop(
-        self,
-        start: Any,
-        end: Any,
-        step: Any,
-        body: Callable[[Any, Sequence[Any]], Sequence[Any] | None],
-        carried: Sequence[Any] = (),
-    ) -> Sequence[Any]:
-        """Write a loop over `range(start, end, step)`; `body` gets the carried values, and returns the next ones."""
-        write, before = self.write, self.write.block
-        test, inside, after = (self.write.append_basic_block() for _ in range(3))
-        write.branch(test)
-        write.position_at_end(test)
-        index, values = write.phi(_i64), [write.phi(value.type) for value in carried]
-        condition = write.icmp_signed("<", index, end)
-        write.cbranch(condition, inside, after)
-        write.position_at_end(inside)
-        following = [*(body(index, values) or ())]
-        following.insert(0, write.add(index, step))
-        for phi, first, later in zip([index, *values], [start, *carried], following, strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(later, write.block)
-        write.branch(test)
-        write.position_at_end(after)
-        return values
+    return compiled()
