@@ -198,9 +198,13 @@ PLAIN: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
     conv_add_relu: plain_conv_add_relu,
 }
 """The plain version of each fused op."""
+INT8_OPS: tuple[Callable[..., torch.Tensor], ...] = (
+    *(linear_int8, linear_int8_add),
+    *(conv1x1_int8, conv1x1_int8_add),
+)
 FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (
     *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel),
-    *(linear_int8, linear_int8_add, conv1x1_int8, conv1x1_int8_add),
+    *INT8_OPS,
     *(linear_transposed, rms_norm, short_attention, joined_attention, rows_of_tables),
     *PLAIN,
 )

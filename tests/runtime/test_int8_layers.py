@@ -88,13 +88,14 @@ class Products(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b, self.c = nn.Linear(64, 128), nn.Linear(128, 64, bias=False), nn.Linear(64, 64)
-        self.odd = nn.Linear(64, 67)
+        self.odd, self.tied = nn.Linear(64, 67), nn.Linear(64, 64)
+        self.tied.weight = self.c.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.b(nn.functional.gelu(self.a(x))) + x
         y = self.b(torch.tanh(self.a(y))) + self.c(nn.functional.silu(self.c(y)))
         y = self.c(nn.functional.leaky_relu(self.c(torch.relu(self.c(y))), 0.2))
-        return self.odd(y) * torch.sigmoid(self.c(y[:, 0]))[:, None, :1]
+        return self.odd(y) * torch.sigmoid(self.tied(y[:, 0]))[:, None, :1]
 
 
 class Points(nn.Module):

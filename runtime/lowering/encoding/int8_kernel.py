@@ -38,12 +38,13 @@ def product(x: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor) -> torch
     block = min(rows, max(_LEAST_BLOCK, _BLOCK_NUMBERS // inputs))
     most = min(2**15 - 1, (2**31 - 1) // (MOST * inputs))
     addresses = (tensor.data_ptr() for tensor in (x, weight, terms, result))
-    _kernel()(rows, outputs, inputs, block, most, *addresses)
+    kernel()(rows, outputs, inputs, block, most, *addresses)
     return result
 
 
 @cache
-def _kernel() -> Callable[..., None]:
+def kernel() -> Callable[..., None]:
+    """Return the compiled kernel. The first call takes a fifth of a second."""
     # Imported here: LLVM takes tens of MiB, which a process without such layers need not have.
     from cohabit.runtime.lowering.encoding.int8_code import compiled
 

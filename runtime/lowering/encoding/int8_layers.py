@@ -43,35 +43,35 @@ def int8_layers(model: FxModel, symbols: Sequence[Mapping[str, int]]) -> frozens
     """Return the names of float32 weights whose layers are fastest with the weight in int8, at these sizes."""
     nodes = [node for node in model.graph.nodes if node.op == "placeholder" and node.name in model.weights]
     return frozenset(
-        node.name for node in nodes if node.users and all(_is_faster(model, r, symbols) for r in node.users)
+        node.name for node in nodes if node.users and all(_is_faster(model, node, r, symbols) for r in node.users)
     )
 
 
-def _is_faster(model: FxModel, layer: fx.Node, symbols: Sequence[Mapping[str, int]]) -> bool:
-    if layer.target not in _INT8 or layer.kwargs:
+def _is_faster(model: FxModel, node: fx.Node, layer: fx.Node, symbols: Sequence[Mapping[str, int]]) -> bool:
+    """Whether a reader of this weight is a layer that is faster with the weight in int8."""
+    weight = model.weights[node.name]
+    if layer.target not in _INT8 or layer.kwargs or weight.dtype is not torch.float32 or weight.dim() != 2:
         return False
-    _, place = _operands(layer)
-    weight, bias = (model.weight_of(n) for n in (*layer.args, None)[place : place + 2])
+    place = _place(layer)
+    bias_node = (*layer.args, None)[place + 1]
+    bias = model.weight_of(bias_node)
     if (
-        weight is None
-        or weight.dtype is not torch.float32
-        or weight.dim() != 2
+        layer.args[place] is not node
         or not int8_kernel.takes(*weight.shape)
+        or (bias is None) != (bias_node is None)
     ):
-        return False
-    if len(layer.args) > place + 1 and layer.args[place + 1] is not None and bias is None:
         return False
     channels = 1 if layer.target in (conv1x1, conv1x1_add) else -1
     rows = {math.prod(size) // size[channels] for size in sizes_of(layer, symbols)}
     if not rows:
         return False
-    activation = layer.args[3:] if layer.target in (packing.LINEAR, conv1x1) else ("none",)
+    fused: Any = layer.args[3:] if layer.target in (packing.LINEAR, conv1x1) else ("none",)
     shape = LayerShape(
         inputs=weight.shape[1],
         outputs=weight.shape[0],
         rows=tuple(sorted(rows)),
         has_bias=bias is not None,
-        fused=None if activation[0] == "none" else (activation[0], tuple(activation[1]), activation[2]),
+        fused=None if fused[0] == "none" else (fused[0], tuple(fused[1]), fused[2]),
         adds=layer.target in _SUMS,
         packs=packing.is_packed(weight),
         threads=torch.get_num_threads(),
@@ -79,10 +79,9 @@ def _is_faster(model: FxModel, layer: fx.Node, symbols: Sequence[Mapping[str, in
     return computes_in_int8(shape)
 
 
-def _operands(layer: fx.Node) -> tuple[tuple[Any, ...], int]:
-    """Return a layer's inputs, and the position of its weight; its bias is next."""
-    place = 2 if layer.target in _SUMS else 1
-    return layer.args[:place], place
+def _place(layer: fx.Node) -> int:
+    """Return the position of a layer's weight among its arguments: its inputs come before it, and its bias is next."""
+    return 2 if layer.target in _SUMS else 1
 
 
 def copied(model: FxModel) -> FxModel:
@@ -94,28 +93,28 @@ def copied(model: FxModel) -> FxModel:
 
 def compute_in_int8(model: FxModel, names: Collection[str]) -> None:
     """Replace layers with these weights by layers with the weights in int8. Tied weights stay tied."""
-    known: dict[tuple[Any, ...], torch.Tensor] = {}
-    scales: dict[tuple[Any, ...], torch.Tensor] = {}
+    known: dict[tuple[int, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
     for node in [n for n in model.graph.nodes if n.name in names]:
         weight = model.weights[node.name]
-        key = packing.storage_key(weight), tuple(weight.shape), weight.numel() and node.name
-        if key not in known:
-            multiples, scales[key] = by_row(dense(weight))
-            known[key] = model.in_file(multiples)
-        own = model.add_weight(f"{node.name}_int8", known[key])
+        address = packing.storage_key(weight) if packing.is_packed(weight) else weight.data_ptr()
+        if (key := (address, weight.shape)) not in known:
+            multiples, scales = by_row(dense(weight))
+            known[key] = model.in_file(multiples), scales
+            model.saved_bytes += weight.numel() * (weight.itemsize - multiples.itemsize)
+        multiples, scales = known[key]
+        own = model.add_weight(f"{node.name}_int8", multiples)
         for layer in list(node.users):
-            inputs, place = _operands(layer)
-            _, bias_node, *rest = (*layer.args[place:], None)[: max(2, len(layer.args) - place)]
+            place = _place(layer)
+            bias_node, rest = (*layer.args, None)[place + 1], layer.args[place + 2 :]
             bias = model.weight_of(bias_node)
             zeros = torch.zeros(weight.shape[0]) if bias is None else bias
-            terms = model.add_weight(f"{node.name}_terms", torch.stack([scales[key].flatten(), zeros]))
+            terms = model.add_weight(f"{node.name}_terms", torch.stack([scales.flatten(), zeros]))
             with model.graph.inserting_before(layer):
-                call = model.graph.call_function(_INT8[layer.target], (*inputs, own, terms, *rest))
+                call = model.graph.call_function(_INT8[layer.target], (*layer.args[:place], own, terms, *rest))
             call.meta = dict(layer.meta)
             layer.replace_all_uses_with(call)
             model.graph.erase_node(layer)
             model.drop_unused_weight(bias_node)
-        model.saved_bytes += weight.numel() * 3
         model.drop_unused_weight(node)
 
 

@@ -18,14 +18,7 @@ import torch
 
 from cohabit.runtime.choices import chosen
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.fused_ops import (
-    activated,
-    conv1x1_int8,
-    conv1x1_int8_add,
-    linear_int8,
-    linear_int8_add,
-    linear_transposed,
-)
+from cohabit.runtime.lowering.fused_ops import INT8_OPS, activated, linear_int8, linear_transposed
 
 Form = Literal["plain", "transposed", "packed", "int8"]
 _FLOATS: Final[tuple[Form, ...]] = ("plain", "transposed", "packed")
@@ -179,6 +172,6 @@ def forms_of(targets: Iterable[Callable[..., object]]) -> dict[Form, int]:
         packing.LINEAR_SUM: "packed",
         linear_transposed: "transposed",
         torch.ops.aten.linear.default: "plain",
-        **dict.fromkeys([linear_int8, linear_int8_add, conv1x1_int8, conv1x1_int8_add], "int8"),
+        **dict.fromkeys(INT8_OPS, "int8"),
     }
     return dict(Counter(forms[target] for target in targets if target in forms))
