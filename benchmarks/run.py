@@ -68,6 +68,7 @@ COMMANDS = {
     "planner-table2": "planner.table2 --record",
     "planner-searchers": "planner.searchers --seconds 2 --processes 1 --record",
     "planner-served": "planner.served --processes 1 --record",
+    "planner-foresight": "planner.foresight --record",
     "planner-training": "planner.throughput --seconds 20"
     " --networks wresnet152_10 inception_4 nasnet_25 rnn_8_8k brnn_4_8k --processes 1 --record",
     "planner-ablation": "planner.ablation --seeds 0 1 2 --processes 1 --record",

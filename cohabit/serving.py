@@ -108,9 +108,11 @@ class Server:
 
 
 def _converted(array: NDArray[Any], datatype: str | None) -> NDArray[Any]:
-    """Convert an array to `datatype` if only a float's last digits are lost; else return it unchanged."""
+    """Encode texts, and convert numbers to `datatype` if only a float's last digits are lost."""
     values = np.asarray(array)
     wanted = None if datatype is None else triton_to_np_dtype(datatype)
+    if values.dtype.kind == "U":
+        values = np.char.encode(values, "utf-8").astype(np.object_)
     if wanted is None or values.dtype == wanted or values.dtype.kind not in "iuf":
         return values
     with np.errstate(over="ignore", invalid="ignore"):

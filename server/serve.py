@@ -100,7 +100,7 @@ class Server:
         self.plane = DataPlane(config, self.client, self._memory, regions, tracer, machine, self._clock)
         self._feed: LiveFeed | None = None
         if config.ui == "on":
-            self._feed = LiveFeed(config, self.client, tracer, self.plane.is_draining)
+            self._feed = LiveFeed(config, self.plane.ensembles, tracer, self.plane.is_draining)
             self.plane.on_answer = self._feed.answered
             self.plane.on_token = self._feed.generated
 

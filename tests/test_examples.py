@@ -3,27 +3,30 @@
 import asyncio
 import json
 import os
-import re
 import runpy
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from aiohttp import web
 from google.protobuf import text_format
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import cohabit
 from cohabit.loadgen.client import address_of
 from cohabit.loadgen.server_process import running_server
 from cohabit.planner.compiled import cache_folder
 from cohabit.server.cli import main
 from cohabit.server.triton.model_config import ModelConfig
-from examples import ensemble
 from examples.agent.folders import CHAT
+from examples.detection import steps
 from examples.photo_library import models as photo_library
 from examples.sentences import embed, table
 from examples.serve_module import Scorer
@@ -111,14 +114,86 @@ def test_an_example_runs(example: str, printed: str, printed_by: Callable[..., s
     assert printed in printed_by(example)
 
 
-def test_an_ensemble_answers_as_its_steps_in_eager_pytorch(printed_by: Callable[..., str]) -> None:
-    printed = re.findall(r"-?\d+\.\d+(?:e-?\d+)?", printed_by("ensemble.py"))
-    torch.manual_seed(0)
-    image, _, _ = torch.rand(2, 3, 64, 64), torch.rand(2, 4, 4), torch.rand(2, 4, 3, 16, 16)
-    found = ensemble.Detector().eval()(image)
-    classes = ensemble.Classifier().eval()(**ensemble.Crop()(image, found["boxes"]))["classes"]
-    expected = torch.cat([found["scores"].flatten(), classes.flatten()]).tolist()
-    assert [float(number) for number in printed] == pytest.approx(expected, rel=1e-3, abs=1e-5)
+def put_step(
+    repository: Path, step: nn.Module | Callable[..., dict[str, torch.Tensor]], name: str, *given: Any
+) -> Any:
+    """Export a step as `cohabit import` does, and return its outputs."""
+    module = step if isinstance(step, nn.Module) else nn.Module()
+    if module is not step:
+        module.forward = step
+    (repository / name / "1").mkdir(parents=True)
+    torch.export.save(torch.export.export(module, given), repository / name / "1" / "model.pt2")
+    with torch.no_grad():
+        return module(*given)
+
+
+@pytest.mark.slow
+def test_an_ensemble_of_functions_and_networks_answers_as_eager_pytorch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of boxes depends on the image; networks of 16 channels stand for those of 512."""
+    monkeypatch.setattr(steps, "CHANNELS", 16)
+    repository = folder / "detection"
+    image, detector, classifier = torch.zeros(480, 640, 3, dtype=torch.uint8), steps.detector(), steps.classifier()
+    pixels = put_step(repository, steps.prepare, "prepare", image)["pixels"]
+    raw = put_step(repository, detector, "detector", pixels)["found"]
+    boxes = put_step(repository, steps.select, "select", raw)["boxes"]
+    crops = put_step(repository, steps.crop, "crop", pixels, boxes)["crops"]
+    put_step(repository, classifier, "classifier", crops)
+    (repository / "find" / "1").mkdir(parents=True)
+    shutil.copy(EXAMPLES / "detection" / "config.pbtxt", repository / "find")
+    counts = set()
+    with cohabit.Server(repository, "12MiB") as server:
+        for seed in range(6):
+            drawn = np.random.default_rng(seed).integers(0, 256, (480, 640, 3))
+            image = torch.from_numpy((drawn * (seed / 5)).astype(np.uint8))
+            answer = server.infer("find", image=image.numpy())
+            with torch.no_grad():
+                pixels = steps.prepare(image)["pixels"]
+                found = steps.select(detector(pixels)["found"])
+                classes = classifier(steps.crop(pixels, found["boxes"])["crops"])["found"]
+            for name, expected in {**found, "classes": classes}.items():
+                np.testing.assert_allclose(answer[name], expected, rtol=1e-3, atol=1e-4)
+            counts.add(int(answer["count"][0]))
+    assert len(counts) > 1
+
+
+@pytest.fixture(scope="module")
+def selecting() -> nn.Module:
+    """The exported step of the example "detection"."""
+    module = nn.Module()
+    module.forward = steps.select
+    exported: nn.Module = torch.export.export(module, (torch.randn(1, 3, 16, 16),)).module()
+    return exported
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_are_suppressed_as_one_by_one(selecting: nn.Module, seed: int) -> None:
+    """Compare the exported loop over masks with the usual form: take the best box, drop what overlaps it."""
+    raw = 3 * torch.randn(1, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
+    order = raw[0, 2].flatten().sigmoid().argsort(descending=True)[: steps.TRIED].tolist()
+    left = [n for n in order if raw[0, 2].flatten()[n].sigmoid() > steps.LEAST]
+    taken: list[list[float]] = []
+    while left and len(taken) < steps.MOST:
+        taken.append(box_of(raw, left[0]))
+        left = [n for n in left[1:] if overlap(taken[-1], box_of(raw, n)) <= 0.3]
+    found = selecting(raw)
+    assert int(found["count"]) == len(taken)
+    np.testing.assert_allclose(found["boxes"][: len(taken)], np.array(taken).reshape(-1, 4), rtol=1e-5)
+    assert not found["boxes"][len(taken) :].any()
+
+
+def box_of(raw: torch.Tensor, patch: int) -> list[float]:
+    row, column = divmod(patch, 16)
+    half = [0.05 + float(raw[0, side, row, column].sigmoid()) / 10 for side in (0, 1)]
+    center = [(row + 0.5) / 16, (column + 0.5) / 16]
+    return [center[0] - half[0], center[1] - half[1], center[0] + half[0], center[1] + half[1]]
+
+
+def overlap(a: list[float], b: list[float]) -> float:
+    shared = max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (a, b))
+    return shared / (areas - shared)
 
 
 def test_a_plan_made_by_hand_is_shown(printed_by: Callable[..., str], capfd: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +243,12 @@ def test_six_workflows_run_three_to_five_of_twelve_models_each() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "printed"),
-    [("photo_library", "cosines of the search:"), ("workflows", "the same answers"), ("agent", " tokens: ")],
+    [
+        ("photo_library", "cosines of the search:"),
+        ("workflows", "the same answers"),
+        ("agent", " tokens: "),
+        ("detection", " objects are found:"),
+    ],
 )
 def test_an_example_with_several_models_is_served_and_asked(
     example: str, printed: str, folder: Path, monkeypatch: pytest.MonkeyPatch, printed_by: Callable[..., str]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from tritonclient.http import InferenceServerClient
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 import cohabit
 from cohabit.flat_call import FlatCall
@@ -378,6 +378,12 @@ def test_a_closed_module_raises_instead_of_answering_or_waiting(module: nn.Modul
         small.close()
         with pytest.raises(RuntimeError, match="the module was closed"):
             small(torch.zeros(1, WIDTH))
+
+
+def test_texts_are_sent_as_utf_8() -> None:
+    made = _converted(np.array([["größer"], ["a"]]), "BYTES")
+    assert made.tolist() == [["größer".encode()], [b"a"]]
+    assert np_to_triton_dtype(made.dtype) == "BYTES"
 
 
 def test_numbers_are_converted_where_nothing_is_lost() -> None:

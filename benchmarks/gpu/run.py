@@ -6,7 +6,7 @@ measures what is named again, and keeps the other rows. Exit status: 0 when ever
 did not, 77 where torch sees no CUDA device.
 
 Beside torch, the steps need numpy, scipy, numba and msgspec; the tests also pytest, hypothesis, psutil and rich, and
-`texts` all that a server needs, and transformers.
+`loads` and `texts` all that a server needs, and transformers.
 Packages that are missing can lie in `.wheels`, which `make gpu-check` adds to the path. Where numba refuses its
 numpy, `COHABIT_INTERPRET=1` plans without it, slowly.
 """
@@ -30,11 +30,12 @@ PIECE_S = 120.0
 MINUTES = 60.0
 STEPS: dict[str, Step] = {module.STEP.name: module.STEP for module in (tests, table2, figure8)}  # type: ignore[type-arg]
 with suppress(ImportError):  # the machine lacks a server's packages
-    from benchmarks.gpu import texts
+    from benchmarks.gpu import loads, texts
 
-    STEPS[texts.STEP.name] = texts.STEP
+    STEPS |= {loads.STEP.name: loads.STEP, texts.STEP.name: texts.STEP}
 FIRST: tuple[tuple[str, str], ...] = (
     *((tests.STEP.name, path) for path in tests.FIRST),
+    ("loads", "50 %"),
     *((figure8.STEP.name, cell) for cell in ("resident, memory 100%", "partitioned in int8, memory 25%")),
     *((figure8.STEP.name, f"partitioned{stored}, memory 50%") for stored in (" in int8", "")),
     (figure8.STEP.name, "partitioned, memory 25%"),

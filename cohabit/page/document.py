@@ -194,6 +194,18 @@ class ArenaPart(msgspec.Struct, frozen=True):
 State = Literal["ready", "loading", "unloading", "unavailable", "not loaded"]
 
 
+class StepPart(msgspec.Struct, frozen=True):
+    """A step of an ensemble now, and in the last seconds."""
+
+    model: str
+    running: int
+    """Requests of this ensemble that the step's model executes."""
+    queued: int
+    """Those that wait in its queue."""
+    took: Quantity
+    """Average of the latest requests, from the step's begin to its end."""
+
+
 class ModelRow(msgspec.Struct, frozen=True):
     """A version of a model, with its activity in the last seconds. None is unknown, or did not happen."""
 
@@ -216,6 +228,8 @@ class ModelRow(msgspec.Struct, frozen=True):
     copied: Quantity
     copied_each: Quantity
     """Bytes copied per execution."""
+    stages: list[list[StepPart]] = []
+    """Steps of an ensemble, by the number of steps that they wait for."""
 
 
 class LiveDocument(msgspec.Struct, frozen=True, tag_field="kind", tag="live"):

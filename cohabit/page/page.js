@@ -529,10 +529,11 @@
     const top = figures();
     const map = arena();
     const models = modelTable(notice);
+    const chains = stepRows();
     const chart = laneChart();
     const tracing = make("p", { class: "about" });
     const lanes = section("Lanes of the last seconds", "What the device did for the requests that are traced: when a model computed, when it waited for its parameters, and when they were copied in.", tracing, chart.node);
-    const main = make("main", { hidden: "" }, map.node, models.node, lanes);
+    const main = make("main", { hidden: "" }, map.node, models.node, chains.node, lanes);
     top.node.hidden = true;
     page.append(title, banner, notice, top.node, main);
 
@@ -552,6 +553,7 @@
       top.update(now.figures);
       map.update(now.arena);
       models.update(now);
+      chains.update(now);
       say(tracing, now.tracing);
       chart.node.hidden = !now.chart;
       if (now.chart && !chart.node.matches(":hover") && !chart.node.contains(document.activeElement)) chart.update(now.chart);
@@ -778,6 +780,24 @@
       if (seen.length !== body.children.length || seen.some(([, row], i) => body.children[i] !== row)) {
         body.replaceChildren(...seen.map(([, row]) => row));
       }
+    };
+    return { node, update };
+  };
+
+  /** The steps of each ensemble as a row; those that wait for the same number of steps are one above the other. */
+  const stepRows = () => {
+    const body = make("div");
+    const node = section("Ensembles", "The steps of each request, in order: how many run or wait in their model's queue now, and the average time of the latest.", body);
+    const box = ({ model, running, queued, took }) => {
+      const now = [running ? `${running} running` : "", queued ? `${queued} queued` : ""].filter(Boolean).join(", ") || "idle";
+      return make("li", { class: running ? "running" : queued ? "queued" : "" }, make("b", {}, model), make("span", {}, now), make("span", {}, write(took)));
+    };
+    const update = (now) => {
+      const all = now.models.filter(({ stages }) => stages.length);
+      node.hidden = !all.length;
+      body.replaceChildren(...all.map((model) => make("div", { class: "chain" },
+        make("h3", {}, model.name), make("p", {}, `${write(model.answered)}, p50 / p99 ${write(model.p50)} / ${write(model.p99)}`),
+        make("ol", {}, ...model.stages.map((stage) => make("li", { class: "stage" }, make("ul", {}, ...stage.map(box))))))));
     };
     return { node, update };
   };

@@ -5,6 +5,8 @@ expressions to `sympify` (which evaluates them), resolves any name below `torch`
 weights must be raw records, sample inputs are not read, and names and expressions are checked first.
 """
 
+import copy
+import hashlib
 import json
 import re
 import struct
@@ -12,7 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._export.serde import schema
@@ -59,17 +61,51 @@ _FUNCTIONS = frozenset(
 )
 
 
+class _Read(NamedTuple):
+    program: ExportedProgram
+    guards: list[str]
+    digest: str
+    """Digest of all that is not values of weights."""
+
+
+_last: _Read | None = None
+"""The last program that this process read, without weights: models of a family are often read one after the other."""
+
+
 def read(archive: ArchiveFile) -> tuple[ExportedProgram, list[str]]:
     """Load an exported program, and the separately stored conditions on its inputs' sizes.
 
-    The program's weights are views of the mapped file. The conditions are Python source, which must not be executed.
-    Raises ArchiveError for a bad file.
+    The program's weights are views of the mapped file. Archives read in turn that differ in the values of their weights
+    only share a `graph_module`, which must not be changed. The conditions are Python source, which must not be
+    executed. Raises ArchiveError for a bad file.
     """
-    path, records = archive.path, _Records(archive)
+    global _last
+    records = _Records(archive)
     records.refuse_unsafe()
     weights = records.tensors(_WEIGHTS, "data/weights/")
     constants = records.tensors(_CONSTANTS, "data/constants/")
-    serialized, guards = _check_program(path, records.checked(_MODEL, _MAX_JSON_BYTES))
+    texts = [records.checked(name, _MAX_JSON_BYTES) for name in (_MODEL, _WEIGHTS, _CONSTANTS)]
+    digest = hashlib.sha256(b"".join(hashlib.sha256(text).digest() for text in texts)).hexdigest()
+    known = _last
+    if known is None or known.digest != digest:
+        program, guards = _deserialized(archive.path, texts[0], weights, constants)
+        _last = known = _Read(_with_weights(program, {}, {}), guards, digest)
+    return _with_weights(known.program, weights, constants), list(known.guards)
+
+
+def _with_weights(
+    program: ExportedProgram, weights: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]
+) -> ExportedProgram:
+    """Return a program that shares its graph with another, and has these weights of the same names and forms."""
+    other = copy.copy(program)
+    other._state_dict, other._constants = weights, dict(constants)
+    return other
+
+
+def _deserialized(
+    path: Path, raw: bytes, weights: dict[str, torch.Tensor], constants: dict[str, torch.Tensor]
+) -> tuple[ExportedProgram, list[str]]:
+    serialized, guards = _check_program(path, raw)
     try:
         program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, None)
     except Exception as error:  # the deserializer raises any type

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import torch
@@ -215,16 +215,8 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         codecs |= lossy
         # Trace again: encoded tables and layers in int8 change the ops.
         runs = _Runs(runs.model, own_storages(runs.model.weights), runs.buckets, runs.applied)
-    model, own, buckets, usable = runs.model, runs.own, runs.buckets, sorted({b.batch for b in runs.buckets})
-    # Trace every bucket; the smallest batch sizes at several shapes.
-    on_progress(f"{name}: tracing batches, and comparing their rows")
-    interaction = None
-    if max(usable) > 1:
-        interaction = model.mixing or find_interaction(model, usable, runs.symbols, runs.outputs)
-    traces: dict[Bucket, Trace] = {}
-    for bucket in buckets:
-        sizes = model.dynamic.checked(bucket.sizes) if bucket.batch in usable[:_CHECKED_BATCHES] else [bucket.sizes]
-        traces[bucket] = covering(name, [runs.trace(bucket, s) for s in sizes])
+    model, own = runs.model, runs.own
+    interaction, traces = _traced(name, runs, program, entry, on_progress)
     # Lay weights out in the order in which the smallest bucket's ops read them. An undamaged file with the same
     # manifest is kept.
     first = traces[min(traces)]
@@ -295,6 +287,65 @@ def _int8_layers(runs: "_Runs", entry: "Entry") -> frozenset[str]:
         return frozenset()
     model = runs.model
     return int8_layers(model, [_symbols(model, b) for b in _packed_for(model, entry.options, runs.buckets)])
+
+
+class _Traced(NamedTuple):
+    """Traces of a rewritten program, and how its rows influence one another; the same for all values of its weights."""
+
+    graph_module: object
+    """The archive's program."""
+    form: str
+    interaction: str | None
+    traces: dict[Bucket, Trace]
+
+
+_last: _Traced | None = None
+"""The last program that this process traced. Models of a family are often lowered one after the other."""
+
+
+def _traced(
+    name: str, runs: "_Runs", program: "ExportedProgram", entry: "Entry", on_progress: Callable[[str], None]
+) -> tuple[str | None, dict[Bucket, Trace]]:
+    """Return how rows influence one another, and the trace of each bucket, the smallest batch sizes at several shapes.
+
+    Both follow from the program and the forms of its weights: a trial of rows, the second test after the proof, is made
+    with the first member's values.
+    """
+    global _last
+    known, form = _last, _form_of(runs, entry)
+    if known is not None and known.graph_module is program.graph_module and known.form == form:
+        return known.interaction, known.traces
+    on_progress(f"{name}: tracing batches, and comparing their rows")
+    model, buckets, usable = runs.model, runs.buckets, sorted({b.batch for b in runs.buckets})
+    interaction = None
+    if max(usable) > 1:
+        interaction = model.mixing or find_interaction(model, usable, runs.symbols, runs.outputs)
+    traces: dict[Bucket, Trace] = {}
+    for bucket in buckets:
+        sizes = model.dynamic.checked(bucket.sizes) if bucket.batch in usable[:_CHECKED_BATCHES] else [bucket.sizes]
+        traces[bucket] = covering(name, [runs.trace(bucket, s) for s in sizes])
+    _last = _Traced(program.graph_module, form, interaction, traces)
+    return interaction, traces
+
+
+def _form_of(runs: "_Runs", entry: "Entry") -> str:
+    """Return a digest of a rewritten program, its options and its weights without their values.
+
+    Rewrites may depend on values, and tied weights share a storage.
+    """
+    nodes = [(node.op, node.name, node.target, node.args, node.kwargs) for node in runs.model.graph.nodes]
+    first: dict[int, str] = {}
+    forms = [
+        (
+            first.setdefault(packing.storage_key(tensor), name),
+            tensor.dtype,
+            tuple(tensor.shape),
+            packing.layout_of(tensor) if packing.is_packed(tensor) else tensor.stride(),
+        )
+        for name, tensor in (*runs.own.items(), *runs.model.tables.items())
+    ]
+    made_with = entry.options, entry.stamp.partition(entry.archive)[2], torch.get_num_threads(), runs.model.mixing
+    return hashlib.sha256(repr((made_with, runs.buckets, nodes, forms)).encode()).hexdigest()
 
 
 def _outputs_of(

@@ -84,7 +84,8 @@ def _show(found: "ServabilityReport", out: Console) -> None:
             out.print(f"config.pbtxt: {field} is {kind}: {reason}", soft_wrap=True)
     if found.info is not None and found.servable and found.memory is None:
         out.print(tensor_table(found.info))
-        out.print(f"{found.name} is an ensemble, and can be served: its steps fit one another")
+        fits = ": its steps fit one another" if found.info.platform == "ensemble" else ""
+        out.print(f"{found.name} has platform {found.info.platform}, and can be served{fits}")
         return
     if found.info is None or found.memory is None:
         out.print(f"{found.name} cannot be served: {found.reason}", soft_wrap=True)

@@ -1,20 +1,26 @@
 """`cohabit import`: makes a repository entry of a Hugging Face or ONNX model, a torch.nn.Module or a checkpoint."""
 
 import argparse
+import glob
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress
 from rich.text import Text
 
 from cohabit.planner.compiled import interpreted
-from cohabit.planner.errors import format_bytes
+from cohabit.planner.errors import CohabitError, format_bytes
+from cohabit.server.commands import EXIT_FAILED
 from cohabit.server.config.config import BY_KEY
 from cohabit.server.config.sizes import write_size
 from cohabit.server.config.sources import add_flag, config_of, given, typed
@@ -23,7 +29,13 @@ from cohabit.server.errors import ConfigError, ImportFailed
 from cohabit.server.format import tensor_table
 from cohabit.server.importing.declared_input import largest_size, parse_input
 from cohabit.server.importing.folder_files import cached_folder
-from cohabit.server.importing.model_files import onnx_file, require_checkpoint, require_whole
+from cohabit.server.importing.model_files import (
+    ADAPTER_CONFIG,
+    is_model_folder,
+    onnx_file,
+    require_checkpoint,
+    require_whole,
+)
 from cohabit.server.script import require_script
 
 if TYPE_CHECKING:
@@ -51,6 +63,9 @@ _EXAMPLES = """examples:
   cohabit import detector.onnx --input images:FP32:-1,3,640,640
   cohabit import run.ckpt --key ema.model --factory mypackage.models:make_encoder --input tokens:INT64:-1,-1
   cohabit import ranker.safetensors --factory mypackage.models:make_ranker
+  cohabit import ~/tuned --repository models
+  cohabit import ~/tuned/support-* --max-sequence-length 128
+  cohabit import ~/adapters/spam --base ~/bert-base-uncased
 
 Importing runs code: that of MODULE and of what it imports, or of the installed transformers. Code in a model
 directory is never run, and pickles may hold tensors only. Import what you would run.
@@ -69,12 +84,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EXAMPLES
     # What to import.
     parser.add_argument(
-        "path",
+        "paths",
+        nargs="+",
         metavar="PATH",
-        help="a Hugging Face model directory (config.json and safetensors), the hub's name of a model in the local"
+        help="folders of models, or models: a Hugging Face model directory (config.json and safetensors), the hub's"
+        " name of a model in the local"
         " Hugging Face cache (hf download NAME), an ONNX file or a folder with model.onnx, MODULE:FUNCTION or"
         " FILE.py:FUNCTION that returns a torch.nn.Module or is itself a function of tensors, or a checkpoint of"
-        " --factory",
+        " --factory. A LoRA adapter's folder of peft is merged with its base",
+    )
+    parser.add_argument(
+        "--base",
+        metavar="PATH",
+        help="folder or hub's name of the base of LoRA adapters (default: as in their adapter_config.json)",
     )
     parser.add_argument(
         "--factory",
@@ -164,43 +186,118 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
-    """Import a model and print its entry. Raises ImportFailed, and other errors of loading."""
-    _require_source(options)
+    """Import models and print their entries, a line for each if there are several.
+
+    Raises ImportFailed, and other errors of loading. Of several models, those that fail are named at the end.
+    """
+    given_paths = [path for text in options.paths for path in _models_in(text)]
+    every = [argparse.Namespace(**vars(options) | {"path": path}) for path in given_paths]
+    for one in every:
+        one.name = options.name or _default_name(one)
+    if len(every) > 1:
+        if options.name is not None:
+            raise ConfigError("--name is for one model; entries of several models have the names of their folders")
+        return _import_all(every, out, errors)
+    (one,) = every
+    _require_source(one)
+    with errors.status(Text(f"{one.name}: starting torch")) as status:
+
+        def progress(stage: str) -> None:
+            status.update(Text(f"{one.name}: {stage}"))
+            if not errors.is_terminal:
+                errors.print(f"{one.name}: {stage}", markup=False, soft_wrap=True)
+
+        entry = _imported(one, progress)
+    _show(entry, one.repository, out)
+    return 0
+
+
+def _models_in(text: str) -> list[str]:
+    """Return the models in a folder that is not a model itself, or that a pattern matches; else the path as it is."""
+    path = Path(text)
+    if glob.has_magic(text) and not path.exists():
+        return [model for found in sorted(glob.glob(text)) for model in _models_in(found)] or [text]
+    if not path.is_dir() or is_model_folder(path):
+        return [text]
+    found = [str(folder) for folder in sorted(path.iterdir()) if folder.is_dir() and is_model_folder(folder)]
+    return found or [text]
+
+
+def _import_all(every: Sequence[argparse.Namespace], out: Console, errors: Console) -> int:
+    """Import several models, with a line for each, and name those that failed at the end. Returns the exit status."""
+    _require_own_names(every)
+    failed: dict[str, str] = {}
+    with Progress(*Progress.get_default_columns(), console=errors, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("", total=len(every))
+        for one in every:
+
+            def progress(stage: str, name: str = one.name) -> None:
+                bar.update(task, description=escape(f"{name}: {stage}"))
+
+            try:
+                _require_source(one)
+                entry = _imported(one, progress)
+            except (CohabitError, OSError) as error:
+                failed[one.name] = str(error)
+                out.print(f"{one.name}: failed", markup=False)
+            else:
+                largest = f", {max(entry.errors.values()):.1e} from {entry.compared_with}" if entry.errors else ""
+                out.print(f"{entry.folder}: {format_bytes(entry.weight_bytes)} of weights{largest}", markup=False)
+            bar.advance(task)
+    out.print(
+        f"{len(every) - len(failed)} of {len(every)} models imported; serve: cohabit serve {every[0].repository}"
+    )
+    for name, reason in failed.items():
+        errors.print(f"{name}: {reason}", markup=False, soft_wrap=True)
+    return EXIT_FAILED if failed else 0
+
+
+def _require_own_names(every: Sequence[argparse.Namespace]) -> None:
+    """Raise ConfigError if several models would have the same entry."""
+    paths: dict[str, str] = {}
+    for one in every:
+        if (other := paths.setdefault(one.name, one.path)) is not one.path:
+            raise ConfigError(
+                f"{other} and {one.path} would both be the entry '{one.name}'; import them one by one, with --name"
+            )
+
+
+def _imported(options: argparse.Namespace, on_progress: Callable[[str], None]) -> "ImportedEntry":
     path = _folder_of(options)
     if options.factory is None and (model := onnx_file(path)) is not None:
         _require_onnx(model, options)
         path = model
-    name = options.name or _default_name(options)
     # The trial load has one plan, with everything resident: compiling the planner for it would take half a minute.
-    with interpreted(), errors.status(Text(f"{name}: starting torch")) as status:
+    with interpreted(), ExitStack() as stack:
         from cohabit.server.importing.entry import EntryPlace, write_entry
         from cohabit.server.importing.exporting import OneLengthOnly
 
-        def progress(stage: str) -> None:
-            status.update(Text(f"{name}: {stage}"))
-            if not errors.is_terminal:
-                errors.print(f"{name}: {stage}", markup=False, soft_wrap=True)
-
-        place = EntryPlace(options.repository, name, options.version, options.replace)
+        place = EntryPlace(options.repository, options.name, options.version, options.replace)
         place.require()
         settings = given(options, _SETTINGS)
         config = config_of({"repository": str(options.repository), "memory": "1B", **settings})
+        if (path / ADAPTER_CONFIG).is_file() and options.factory is None:
+            from cohabit.server.importing.adapter import base_of, merge
+
+            base = base_of(path, options.base)
+            on_progress(f"merging it with {base}")
+            merged = Path(stack.enter_context(TemporaryDirectory(prefix="cohabit-merged-")))
+            merge(path, base, merged)
+            path = merged
 
         def write(subject: "Subject") -> "ImportedEntry":
-            return write_entry(subject, place, options.max_batch, config, progress, options.tolerance)
+            return write_entry(subject, place, options.max_batch, config, on_progress, options.tolerance)
 
         try:
-            entry = write(_subject(path, options, progress))
+            return write(_subject(path, options, on_progress))
         except OneLengthOnly:
             options.sequence_length, options.max_sequence_length = options.max_sequence_length or _ONE_LENGTH, None
             note = (
                 f"the model is exported for sequences of {options.sequence_length} tokens only, because it has a loop"
                 " over them; clients pad to that, and --sequence-length chooses otherwise"
             )
-            subject = _subject(path, options, progress)
-            entry = write(replace(subject, notes=(*subject.notes, note)))
-    _show(entry, options.repository, out)
-    return 0
+            subject = _subject(path, options, on_progress)
+            return write(replace(subject, notes=(*subject.notes, note)))
 
 
 def _tolerance(text: str) -> float:

@@ -122,12 +122,13 @@ def _sources(repository: Path) -> list[ModelSource]:
 
 
 def _write_ensembles(repository: Path, output: Path) -> None:
-    """Copy the configurations and label files of ensembles, which need no preparing."""
+    """Copy the files of ensembles and tokenizers, which need no preparing."""
     for found in scan(repository):
         if isinstance(found, EnsembleSource):
             folder = output / MODELS / found.name
             (folder / str(found.version)).mkdir(parents=True)
-            for name in ("config.pbtxt", *(o.label_filename for o in found.config.output if o.label_filename)):
+            names = [o.label_filename for o in found.config.output if o.label_filename]
+            for name in ("config.pbtxt", *names, *([] if found.steps else [TOKENIZER])):
                 _copy(repository / found.name / name, folder / name)
 
 

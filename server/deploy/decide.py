@@ -1,8 +1,7 @@
 """Decides each model's memory (free memory, a new division, or the memory of the model it replaces) and first plans."""
 
-import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +24,7 @@ from cohabit.server.deploy.bundle import division_of
 from cohabit.server.deploy.divide import Planner
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.model import Model, PlansFound
+from cohabit.server.deploy.partitions import Partitions
 from cohabit.server.deploy.prepare import OnProgress
 from cohabit.server.deploy.worker import in_thread
 from cohabit.server.errors import ConfigError
@@ -97,11 +97,15 @@ class Decider:
         return await self._divided(models, old, on_progress)
 
     async def plan(self, model: Model, memory: Memory, on_search: Callable[[], None]) -> None:
-        """Set a model's plans: cached ones if there are any, otherwise new ones.
+        """Set a model's plans: those of an equal model or cached ones if there are any, otherwise new ones.
 
         New plans are quick ones after the start, or if `plans_later` is set; otherwise a full search finds them. Raises
         NotCached if a bundle has no plans for the model.
         """
+        for other in self._equals(model):
+            if other.found.memory == memory:
+                model.found = other.found
+                return
         known = await in_thread(self._planner.known_plans, model.demand, memory)
         if known is None and self._bundle is not None:
             raise NotCached(f"{model.key.name}: the bundle has no intact plans for this model")
@@ -120,13 +124,34 @@ class Decider:
 
         The memory of the model `without` counts as free.
         """
-        partitions = copy.deepcopy(self._memory.partitions)
+        partitions = self._memory.partitions.copied()
         if without is not None:
             partitions.release(without.load_id)
-        memory = await in_thread(self._planner.memory_for, model.demand, partitions)
+        memory = self._memory_of_equals(model, partitions)
+        if memory is None:
+            memory = await in_thread(self._planner.memory_for, model.demand, partitions)
         if memory is None or (self._all_resident and memory.partition_bytes < model.parameter_bytes):
             return None
         return memory
+
+    def _equals(self, model: Model) -> Iterator[Model]:
+        """Yield the loaded models with the same graphs and profiles, as the members of a family have."""
+        for other in self._memory.models.values():
+            if other.profiles == model.profiles and other.most_batch == model.most_batch:
+                yield other
+
+    def _memory_of_equals(self, model: Model, partitions: Partitions) -> Memory | None:
+        """Return the memory of an equal model, if no larger partition is free, or if all parameters are resident in it.
+
+        Then the planner, which may have to start a process, is not asked.
+        """
+        free = max((gap.nbytes for gap in partitions.gaps()), default=0)
+        for other in self._equals(model):
+            size = other.found.memory.partition_bytes
+            is_best = size == free or model.parameter_bytes <= size <= free
+            if is_best and other.found.memory.workspace_bytes == partitions.workspace_bytes:
+                return other.found.memory
+        return None
 
     async def _divided(self, models: Sequence[Model], old: Model | None, on_progress: OnProgress) -> Decision:
         """Divide memory among these and the loaded models; loaded ones that get less will move."""

@@ -8,6 +8,7 @@ from typing import Literal
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend, OpenLayout, SharedLayout
 from cohabit.runtime.binding.program import Bases, Program
+from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.memory import DeviceArena
 from cohabit.server.config.machine import resident_bytes
 from cohabit.server.deploy.model import Model, Plans, Programs
@@ -45,9 +46,13 @@ class PartitionedMemory:
         self._admitted = 0
 
     def open(self, arena_bytes: int) -> None:
-        """Allocate the arena. Raises MemoryExceeded."""
-        self.arena = self.backend.arena(arena_bytes)
-        self.partitions.arena_bytes = arena_bytes
+        """Allocate the arena, in whole blocks: partitions end with it, and bits depend on the alignment of weights.
+
+        Raises MemoryExceeded.
+        """
+        whole_bytes = arena_bytes // BLOCK_BYTES * BLOCK_BYTES
+        self.arena = self.backend.arena(whole_bytes)
+        self.partitions.arena_bytes = whole_bytes
 
     def share(self, open_layout: OpenLayout) -> None:
         """Make the arena, except for the workspace, one shared region."""

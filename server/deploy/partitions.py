@@ -55,6 +55,11 @@ class Partitions:
             low = max(low, extent.end)
         return gaps
 
+    def copied(self) -> "Partitions":
+        copied = Partitions(self.arena_bytes, self.workspace_bytes, self.lanes)
+        copied.held = dict(self.held)
+        return copied
+
     def memories(self, workspaces: Iterable[int]) -> list[Memory]:
         """Return each possible workspace size, from the current one up, with its largest free partition."""
         sizes = sorted({max(size, self.workspace_bytes) for size in (0, *workspaces)})

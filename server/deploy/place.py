@@ -130,7 +130,7 @@ class ModelPlacement:
             for model in [model for model in models if model.is_provisional]:
                 on_progress(model.source.name, "measuring")
                 try:
-                    model.profiles = await in_thread(measured_profiles, model, config, workers)
+                    model.profiles = await in_thread(measured_profiles, model, config, self.memory.backend, workers)
                 except Exception as error:
                     failures[model.key] = await self._reason(model.source, error)
                     models.remove(model)

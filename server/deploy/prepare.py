@@ -4,7 +4,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -190,13 +190,18 @@ def _pausing(throttle: bool) -> Iterator[None]:
 
 
 def measured_profiles(
-    model: Model, config: ServeConfig, workers: WorkerProcesses, *, again: bool = False
+    model: Model, config: ServeConfig, backend: Backend, workers: WorkerProcesses, *, again: bool = False
 ) -> dict[Bucket, Profile]:
-    """Measure a model in a worker process; `again` discards earlier measurements first. Raises CohabitError.
+    """Measure a model in a worker process, unless one of the same graphs was. Raises CohabitError.
 
-    The process that lowered the model is not used, because it keeps torch's exporter (120 MiB). Models are measured
-    one at a time, because they would disturb each other.
+    `again` discards the measurement that the model has. The process that lowered the model is not used, because it
+    keeps torch's exporter (120 MiB). Models are measured one at a time, because they would disturb each other.
     """
+    with suppress(NotCached):
+        folder = cache_of(config) / "profiles"
+        _, known = backend.measure(model.lowered, model.store, folder, lambda text: None, known_only=True)
+        if not again or known != model.profiles:
+            return known
     if again:
         forget(model.profiles.values(), cache_of(config) / "profiles")
     _, profiles = _filled_by_worker(workers.call_low_priority, model.source, config, quick=False)

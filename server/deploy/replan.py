@@ -233,7 +233,8 @@ class Replanner:
         """
         placement, profiles = self._placement, model.profiles
         if again or model.is_provisional:
-            profiles = await in_thread(measured_profiles, model, self._config, placement.workers, again=again)
+            backend, workers = placement.memory.backend, placement.workers
+            profiles = await in_thread(measured_profiles, model, self._config, backend, workers, again=again)
         elif model.searched:
             return
         begun, demand = model.found, replace(model.demand, profiles=profiles)

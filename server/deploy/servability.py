@@ -24,7 +24,7 @@ from cohabit.server.ipc.model import ModelInfo
 from cohabit.server.repository.scan import find, versions_of
 from cohabit.server.repository.sources import EnsembleSource, Unloadable
 from cohabit.server.triton.config_fields import ignored_fields, refused_fields
-from cohabit.server.triton.ensembles import is_ensemble, mismatch
+from cohabit.server.triton.ensembles import has_no_program, mismatch
 from cohabit.server.triton.model_config import read_config
 from cohabit.server.triton.sequences import with_sequences
 
@@ -111,7 +111,7 @@ def report(
         if (path / "config.pbtxt").is_file():
             written = read_config(path / "config.pbtxt")
             refused, ignored = refused_fields(written), ignored_fields(written, config.device)
-            if is_ensemble(written):
+            if has_no_program(written):
                 info, reason = _checked_ensemble(path.resolve(), config, on_progress)
                 return ServabilityReport(name, reason is None, reason, refused, ignored, info)
         model = lowered_and_measured(find(path), config, lambda name, stage: on_progress(stage))

@@ -29,8 +29,9 @@ from cohabit.server.frontend.engine_client import EngineClient, infer_or_succeed
 from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.frontend.memory import Lease, RequestMemory, inputs_in
 from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.tokenizer_entries import TokenizerEntries
 from cohabit.server.frontend.tokenizers import Tokenizers
-from cohabit.server.ipc.model import ENSEMBLE, ModelInfo, ModelKey
+from cohabit.server.ipc.model import ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Request, SequenceId
 from cohabit.server.ipc.statistics import INVALID, EngineReport
 from cohabit.server.observe.machine import Machine
@@ -82,7 +83,7 @@ class DataPlane:
         self.log_settings = LogSettings()
         self._config = config
         self._client = client
-        self._ensembles = Ensembles(client)
+        self.ensembles = Ensembles(client, TokenizerEntries(self.tokenizers, self.decode))
         self._machine = machine
         self._clock = clock
         self._times: defaultdict[ModelKey, FrontendTimes] = defaultdict(FrontendTimes)
@@ -187,15 +188,15 @@ class DataPlane:
     async def statistics(self, model: str | None, version: str | None) -> dict[str, Any]:
         """Return the counters of all models, of one, or of one version, as Triton's JSON. Raises Refused if none."""
         entries = self._client.catalog.ready(model, version)
-        if model is None or any(entry.key in self._ensembles for entry in entries):
+        if model is None or any(entry.key in self.ensembles for entry in entries):
             return descriptions.statistics(entries, (await self.report()).models)
         reports = [await self._client.report(entry.key) for entry in entries]
         counted = {key: counters for report in reports for key, counters in report.models.items()}
         return descriptions.statistics(entries, counted)
 
     async def report(self) -> EngineReport:
-        """Return the engine's counters, and those of ensembles, which the front end counts."""
-        return self._ensembles.added_to(await self._client.report())
+        """Return the engine's counters, and those of ensembles and tokenizers, which the front end counts."""
+        return self.ensembles.added_to(await self._client.report())
 
     async def metrics(self) -> bytes:
         """Return all metrics in Prometheus' text format. Readers within a second get the same text after a delay.
@@ -278,8 +279,8 @@ class DataPlane:
         self._under_way[model] = self._under_way.get(model, 0) + 1
         try:
             request = replace(request, inputs=inputs_in(lease, request.inputs), arrived_s=time.monotonic())
-            if info.platform == ENSEMBLE:
-                return await self._ensembles.infer(request, info, lease, on_spans)
+            if not info.has_program:
+                return await self.ensembles.infer(request, info, lease, on_spans)
             answer = await infer_or_succeed(self._client, request, info, lease, version, on_spans)
             self.tracer.executed(answer.timing)
             return answer
@@ -344,7 +345,7 @@ class DataPlane:
         if not isinstance(dependents, bool):
             raise InvalidRequest(f"'unload_dependents' must be true or false, got {str(dependents)[:40]}")
         self._refuse_if_draining()
-        steps = self._ensembles.own_steps(model) if dependents else []
+        steps = self.ensembles.own_steps(model) if dependents else []
         for name in (model, *steps):
             await self._client.unload(name)
 
@@ -393,8 +394,8 @@ class DataPlane:
         return self._texts > 0 or any(self._under_way.values())
 
     def _count_rejection(self, model: ModelKey, reason: str) -> None:
-        if model in self._ensembles:
-            self._ensembles.count_rejection(model, reason)
+        if model in self.ensembles:
+            self.ensembles.count_rejection(model, reason)
         else:
             self._client.count_rejection(model, reason)
 

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -21,13 +21,16 @@ from cohabit.server.errors import (
 )
 from cohabit.server.frontend.engine_client import EngineClient, infer_or_succeed
 from cohabit.server.frontend.memory import Lease, inputs_in
-from cohabit.server.ipc.model import ENSEMBLE, Array, ModelInfo, ModelKey
+from cohabit.server.frontend.tokenizer_entries import NO_LENGTHS, Lengths, TokenizerEntries
+from cohabit.server.ipc.model import ENSEMBLE, TOKENIZER_BACKEND, Array, ModelInfo, ModelKey
 from cohabit.server.ipc.request import Answer, Parameters, Request, RequestedOutput, Timing
 from cohabit.server.ipc.spans import OnSpans
 from cohabit.server.ipc.statistics import REJECTIONS, EngineReport, FailureReason, ModelCounters, ModelStatistics
 from cohabit.server.observe.request_trace import CURRENT
+from cohabit.server.protocol.embedding import lengths_of
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 from cohabit.server.protocol.shared_memory import Regions, RegionUse, no_system
+from cohabit.server.triton.config_fields import truncates
 from cohabit.server.triton.ensembles import EnsembleStep, steps_of
 from cohabit.server.triton.model_config import ModelConfig
 
@@ -38,13 +41,31 @@ _FAILURES: Mapping[str, FailureReason] = {
     "EngineFailed": "BACKEND",
 }
 """Reasons of failures, by `RequestError.kind`; those of others are OTHER."""
+_NEWEST = 0.1
+"""Weight of a step's newest time in its average."""
 _NO_REGIONS = RegionUse(Regions(no_system))
 """Steps read and write no shared memory of clients."""
 
 
+@dataclass(slots=True)
+class StepActivity:
+    """Requests of an ensemble in one of its steps."""
+
+    model: str
+    under_way: int = 0
+    took_s: float | None = None
+    """Moving average from the step's begin to its end; None before the first end."""
+    fastest_s: dict[int, float] = field(default_factory=dict)
+    """Least seconds of an execution, by rows of the request."""
+
+    def ended(self, took_s: float, busy_s: float, rows: int) -> None:
+        self.took_s = took_s if self.took_s is None else self.took_s + _NEWEST * (took_s - self.took_s)
+        self.fastest_s[rows] = min(busy_s, self.fastest_s.get(rows, busy_s))
+
+
 @dataclass(frozen=True, slots=True)
 class EnsembleFlow:
-    """Which steps of an ensemble read what which others write. Steps go by their numbers."""
+    """Which steps of an ensemble read what which others write. Steps go by their numbers. A tokenizer has none."""
 
     config: bytes
     """The configuration that it was read from."""
@@ -57,28 +78,34 @@ class EnsembleFlow:
     """Steps that read outputs of a step."""
     readers: Counter[str]
     """Number of steps that read a tensor."""
+    activities: Mapping[int, StepActivity]
+    truncates: bool
+    """Whether a tokenizer cuts texts that are too long."""
 
     @classmethod
     def of(cls, name: str, config: bytes) -> "EnsembleFlow":
-        steps = steps_of(name, ModelConfig.FromString(config))
+        parsed = ModelConfig.FromString(config)
+        steps = steps_of(name, parsed)
         writers = {tensor: step.number for step in steps for tensor in step.outputs.values()}
         sources = {s.number: {writers[t] for t in s.inputs.values() if t in writers} for s in steps}
         followers = {step.number: [s for s in steps if step.number in sources[s.number]] for step in steps}
         readers = Counter(tensor for step in steps for tensor in set(step.inputs.values()))
-        return cls(config, steps, writers, sources, followers, readers)
+        activities = {step.number: StepActivity(step.model) for step in steps}
+        return cls(config, steps, writers, sources, followers, readers, activities, truncates(parsed))
 
 
 class Ensembles:
-    """The ensembles of a front end, with their counters. Event loop's thread only."""
+    """The ensembles and tokenizers of a front end, with their counters. Event loop's thread only."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, tokenizers: TokenizerEntries) -> None:
         self.client = client
+        self._tokenizers = tokenizers
         self._flows: dict[ModelKey, EnsembleFlow] = {}
         self._statistics: dict[ModelKey, ModelStatistics] = {}
 
     def __contains__(self, model: ModelKey) -> bool:
         entry = self.client.catalog.get(*model)
-        return entry is not None and entry.info is not None and entry.info.platform == ENSEMBLE
+        return entry is not None and entry.info is not None and not entry.info.has_program
 
     def flow(self, model: ModelKey) -> EnsembleFlow:
         """Return an ensemble's steps, as they are configured now. Raises ModelNotFound if it is no longer served."""
@@ -90,6 +117,41 @@ class Ensembles:
             flow = self._flows[model] = EnsembleFlow.of(model.name, entry.config)
         return flow
 
+    def stages(self, ensemble: ModelKey) -> list[list[StepActivity]]:
+        """Return what an ensemble's steps do, by the length of the longest path to them; none for other models."""
+        if ensemble not in self:
+            return []
+        flow = self.flow(ensemble)
+        depths: dict[int, int] = {}
+        for step in flow.steps:
+            depths[step.number] = max((1 + depths[source] for source in flow.sources[step.number]), default=0)
+        return [
+            [flow.activities[step.number] for step in flow.steps if depths[step.number] == depth]
+            for depth in sorted(set(depths.values()))
+        ]
+
+    def least_after_s(self, flow: EnsembleFlow, rows: int) -> Mapping[int, float]:
+        """Return the least seconds from the end of each step to that of the last one on the longest path after it."""
+        after_s: dict[int, float] = {}
+        for step in reversed(flow.steps):
+            following = flow.followers[step.number]
+            paths_s = (self._least_s(flow, one, rows) + after_s[one.number] for one in following)
+            after_s[step.number] = max(paths_s, default=0.0)
+        return after_s
+
+    def _least_s(self, flow: EnsembleFlow, step: EnsembleStep, rows: int) -> float:
+        """Return the least seconds that a step takes, as measured or predicted; 0 if unknown."""
+        info = self.client.catalog.require(step.model, step.version)
+        if info.platform == ENSEMBLE:
+            inner = self.flow(info.key)
+            after_s = self.least_after_s(inner, rows)
+            return max(after_s[one.number] + self._least_s(inner, one, rows) for one in inner.steps)
+        entry = self.client.catalog.get(*info.key)
+        predicted = {} if entry is None else entry.footprint.predicted_s
+        known_s = [seconds for bucket, seconds in predicted.items() if bucket.batch >= rows]
+        measured_s = flow.activities[step.number].fastest_s
+        return min([*known_s, *([measured_s[rows]] if rows in measured_s else [])], default=0.0)
+
     def own_steps(self, name: str) -> list[str]:
         """Return the models that are steps of this ensemble's READY versions, and of no other READY ensemble."""
         models = {
@@ -100,14 +162,26 @@ class Ensembles:
         others = {step for ensemble, steps in models.items() if ensemble != name for step in steps}
         return sorted(models.get(name, set()) - others)
 
-    async def infer(self, request: Request, info: ModelInfo, lease: Lease, on_spans: OnSpans | None) -> Answer:
+    async def infer(
+        self,
+        request: Request,
+        info: ModelInfo,
+        lease: Lease,
+        on_spans: OnSpans | None,
+        lengths: Lengths = NO_LENGTHS,
+    ) -> Answer:
         """Execute a request whose inputs are in leased memory. The answer's arrays are valid as long as the lease.
 
-        Its timing is the sum of its steps' timings. Raises RequestError, which names the step.
+        Its timing is the sum of its steps' timings. `lengths` are those of a tokenizer's readers. Raises RequestError,
+        which names the step.
         """
         statistics, began_s = self._counted(request.model), time.monotonic()
         try:
-            answer = await EnsembleRun(self, request, info, lease, on_spans).answer()
+            if info.platform == TOKENIZER_BACKEND:
+                cuts = self.flow(request.model).truncates
+                answer = await self._tokenizers.infer(request, info, lease, lengths, truncates=cuts)
+            else:
+                answer = await EnsembleRun(self, request, info, lease, on_spans).answer()
         except asyncio.CancelledError:
             statistics.cancelled()
             raise
@@ -172,6 +246,8 @@ class EnsembleRun:
         self._waits = {number: len(sources) for number, sources in flow.sources.items()}
         """Number of steps that have to be executed before a step."""
         self._timings: list[Timing] = []
+        self._after_s: Mapping[int, float] = {}
+        """Least seconds of what follows each step, if the request has a deadline."""
 
     async def answer(self) -> Answer:
         """Execute the steps, each as soon as its inputs exist."""
@@ -180,6 +256,8 @@ class EnsembleRun:
                 self._models[step.number] = self._model_of(step)
                 for source in self._sources(step):
                     self._leases[step.number].keep(source)
+            if self._request.timeout_s is not None:
+                self._after_s = self._ensembles.least_after_s(self._flow, self._request.batch)
             async with asyncio.TaskGroup() as group:
                 await self._follow([step for step in self._flow.steps if not self._waits[step.number]], group)
             for number in self._answered:
@@ -217,17 +295,23 @@ class EnsembleRun:
 
     async def _execute(self, step: EnsembleStep) -> None:
         info, lease = self._models[step.number], self._leases[step.number]
+        activity, began_s = self._flow.activities[step.number], time.monotonic()
+        activity.under_way += 1
         try:
             request = self._request_of(step, info)
-            if info.platform == ENSEMBLE:
-                answer = await self._ensembles.infer(request, info, lease, self._on_spans)
-            else:
+            if info.has_program:
                 client = self._ensembles.client
                 answer = await infer_or_succeed(client, request, info, lease, step.version, self._on_spans)
-                if (trace := CURRENT.get()) is not None:
-                    trace.steps.append((step.model, answer.timing))
+            else:
+                lengths = self._lengths(step)
+                answer = await self._ensembles.infer(request, info, lease, self._on_spans, lengths)
+            if info.platform != ENSEMBLE and (trace := CURRENT.get()) is not None:
+                trace.steps.append((step.model, answer.timing))
         except RequestError as error:
             raise self._named(step, error) from error
+        finally:
+            activity.under_way -= 1
+        activity.ended(time.monotonic() - began_s, answer.timing.busy_s, self._request.batch)
         for source in self._sources(step):
             lease.drop(source)
         self._timings.append(answer.timing)
@@ -243,11 +327,22 @@ class EnsembleRun:
             self._held.remove(step.number)
             lease.release()
 
+    def _lengths(self, step: EnsembleStep) -> Lengths:
+        """Return the token counts that the readers of a step's outputs take, if it is a tokenizer."""
+        if self._models[step.number].platform != TOKENIZER_BACKEND:
+            return NO_LENGTHS
+        return {
+            reader.model: lengths_of(self._models[reader.number], own)
+            for reader in self._flow.followers[step.number]
+            for own, tensor in reader.inputs.items()
+            if tensor in step.outputs.values()
+        }
+
     def _request_of(self, step: EnsembleStep, info: ModelInfo) -> Request:
         """Match the tensors with the step's model, as a client's. Raises RequestError."""
         now_s, left_s = time.monotonic(), self._request.timeout_s
         if left_s is not None and self._request.arrived_s is not None:
-            left_s -= now_s - self._request.arrived_s
+            left_s -= now_s - self._request.arrived_s + self._after_s[step.number]
             if left_s <= 0:
                 raise RequestTimedOut(step.model, self._request.timeout_s or 0.0)
         inputs: dict[str, Array] = {own: self._tensors[tensor] for own, tensor in step.inputs.items()}
@@ -274,7 +369,9 @@ class EnsembleRun:
         """Name the step in an error. Without its model, the ensemble is known, but not ready."""
         if isinstance(error, ModelNotFound):
             error = Refused("ModelNotReady", str(error))
-        error.args = (f"ensemble '{self._request.model.name}', {step}: {error}",)
+        after_s = self._after_s.get(step.number, 0.0) if isinstance(error, RequestTimedOut) else 0.0
+        following = f"; the steps after it take at least {after_s * 1e3:.3g} ms" if after_s else ""
+        error.args = (f"ensemble '{self._request.model.name}', {step}: {error}{following}",)
         return error
 
     def _timing(self) -> Timing:

@@ -19,6 +19,8 @@ from cohabit.server.ipc.request import MARK_BYTES, Request
 from cohabit.server.ipc.shared_memory import HEARTBEAT, PAGE_BYTES, SharedMemory, round_up
 from cohabit.server.protocol.datatypes import DTYPES
 
+_TEXT_BYTES = 5
+"""Maximum bytes of memory per byte of a text: as it was sent, and as characters."""
 _KEPT_BYTES = 64 << 20
 """Maximum bytes of pages that an idle pool keeps; it returns the others to the system."""
 
@@ -205,11 +207,11 @@ class Lease:
 
 
 def inputs_in(lease: Lease, inputs: Inputs) -> dict[str, Array]:
-    """Return arrays in leased memory, copying those that are elsewhere. Raises Overloaded."""
-    return {
-        name: _copied(array, lease) if lease.memory.offset_of(array) is None else array
-        for name, array in inputs.items()
-    }
+    """Return arrays in leased memory, copying those that are elsewhere. Raises Overloaded.
+
+    Texts stay where they are, since only the front end reads them: their memory is counted.
+    """
+    return {name: _leased(array, lease) for name, array in inputs.items()}
 
 
 def output_buffer_for(request: Request, info: ModelInfo, lease: Lease) -> Array:
@@ -224,7 +226,12 @@ def output_buffer_for(request: Request, info: ModelInfo, lease: Lease) -> Array:
     return lease.memory.array(lease.take(nbytes), "|u1", (nbytes,))
 
 
-def _copied(array: Array, lease: Lease) -> Array:
+def _leased(array: Array, lease: Lease) -> Array:
+    if array.dtype.hasobject:
+        lease.reserve(_TEXT_BYTES * sum(map(len, array.flat)))
+        return array
+    if lease.memory.offset_of(array) is not None:
+        return array
     own = np.ndarray(array.shape, array.dtype, lease.allocate(array.nbytes))
     own[...] = array
     return own

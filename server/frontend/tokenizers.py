@@ -74,17 +74,17 @@ class LoadedTokenizer:
             encoded = [self.tokenizer.post_process(one, None, adds_special) for one in encoded]
         return [np.array(one.ids, _TOKEN) for one in encoded]
 
-    def pairs(self, first: str, others: Sequence[str], most: int | None) -> list[tuple[Tokens, Tokens]]:
-        """Return the token ids of a text with each of others, and their types.
+    def pairs(self, firsts: Sequence[str], others: Sequence[str], most: int | None) -> list[tuple[Tokens, Tokens]]:
+        """Return the token ids of pairs of texts, and their types.
 
         Pairs of over `most` tokens, special ones included, lose the end of the longer text, and then of both.
         """
         if most is None:
-            whole = self.tokenizer.encode_batch_fast([(first, other) for other in others])
+            whole = self.tokenizer.encode_batch_fast(list(zip(firsts, others, strict=True)))
             return [_ids_and_types(one.ids, one.type_ids) for one in whole]
         # Texts are cut before special tokens are put around them. Cutting changes them, so each pair has its own.
         room, pairs = self._room(most, is_pair=True), []
-        texts = self.tokenizer.encode_batch_fast([*others, *[first] * len(others)], add_special_tokens=False)
+        texts = self.tokenizer.encode_batch_fast([*others, *firsts], add_special_tokens=False)
         for other, own in zip(texts[: len(others)], texts[len(others) :], strict=True):
             first_length, other_length = _cut_lengths(len(own.ids), len(other.ids), room)
             own.truncate(first_length)
@@ -267,7 +267,7 @@ async def tokens_in(
     """Return token ids in leased memory, of the texts or as given. Raises InvalidRequest, and Overloaded."""
     texts: list[Tokens] = []
     count = 0
-    for piece in _pieces(given):
+    for piece in pieces(given, len):
         made = [item for item in piece if not isinstance(item, str)] or await tokenize(piece)
         sizes = [tokens.size for tokens in made]
         if 0 in sizes:
@@ -281,14 +281,14 @@ async def tokens_in(
     return texts
 
 
-def _pieces(given: Sequence[Any]) -> Iterator[Sequence[Any]]:
+def pieces(given: Sequence[Any], size: Callable[[Any], int]) -> Iterator[Sequence[Any]]:
     """Divide texts, in order, into pieces of at most _TOKENIZED_TOGETHER characters, or of one text."""
     start = characters = 0
     for end, text in enumerate(given):
-        if end > start and characters + len(text) > _TOKENIZED_TOGETHER:
+        if end > start and characters + size(text) > _TOKENIZED_TOGETHER:
             yield given[start:end]
             start, characters = end, 0
-        characters += len(text)
+        characters += size(text)
     yield given[start:]
 
 

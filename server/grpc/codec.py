@@ -10,7 +10,7 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelInferResponse
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Answer, Parameters, Request, RequestedOutput
-from cohabit.server.protocol.datatypes import BINARY_ONLY, DTYPES
+from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES, DTYPES
 from cohabit.server.protocol.matching import (
     InputBody,
     RequestBody,
@@ -19,7 +19,7 @@ from cohabit.server.protocol.matching import (
     window_of,
 )
 from cohabit.server.protocol.shared_memory import RegionUse
-from cohabit.server.protocol.tensors import answered, check_size, from_binary, from_window, to_binary
+from cohabit.server.protocol.tensors import answered, check_size, from_binary, from_window, texts_from, to_binary
 
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
@@ -29,6 +29,7 @@ _CONTENTS: Mapping[str, str] = {
     "UINT64": "uint64_contents",
     "FP32": "fp32_contents",
     "FP64": "fp64_contents",
+    BYTES: "bytes_contents",
 }
 _MOST_TENSORS = 4096
 _EMPTY_FINAL_RESPONSE = "triton_enable_empty_final_response"
@@ -142,6 +143,9 @@ def _from_typed(contents: Any, body: InputBody[list[int]]) -> Array:
             f"input '{body.name}' is {body.datatype}, whose values go into {field}, not {others[0]}"
         )
     values = getattr(contents, field)
+    if body.datatype == BYTES:
+        check_size(sum(map(len, values)), body.name, BYTES, [len(values)])
+        return texts_from(values, body.name, body.shape)
     dtype = DTYPES[body.datatype]
     check_size(len(values) * dtype.itemsize, body.name, body.datatype, body.shape)
     array = np.empty(len(values), dtype)

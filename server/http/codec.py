@@ -9,7 +9,7 @@ import msgspec
 from cohabit.server.errors import InvalidRequest, TensorMismatch
 from cohabit.server.ipc.model import Array, ModelInfo
 from cohabit.server.ipc.request import Answer, Request
-from cohabit.server.protocol.datatypes import DTYPES
+from cohabit.server.protocol.datatypes import BYTES, DTYPES
 from cohabit.server.protocol.json_body import parse_with_tensors
 from cohabit.server.protocol.matching import (
     MOST_DIMS,
@@ -23,7 +23,16 @@ from cohabit.server.protocol.matching import (
     window_of,
 )
 from cohabit.server.protocol.shared_memory import RegionUse
-from cohabit.server.protocol.tensors import answered, from_binary, from_json, from_window, to_binary, to_json
+from cohabit.server.protocol.tensors import (
+    answered,
+    check_size,
+    from_binary,
+    from_json,
+    from_window,
+    texts_from,
+    to_binary,
+    to_json,
+)
 
 _DIGITS = re.compile(r"[0-9]{1,18}", re.ASCII)
 _MOST_SHAPE_BYTES = 32 * MOST_DIMS
@@ -171,6 +180,12 @@ def _raw_request(body: memoryview, info: ModelInfo, regions: RegionUse) -> Reque
         )
     (tensor,) = info.inputs
     shape = info.wire_shape(tensor)
+    if tensor.datatype == BYTES:  # the body is one text
+        check_size(len(body), tensor.name, BYTES, ())
+        one = [1] * len(shape)
+        text = texts_from([bytes(body)], tensor.name, one)
+        sent = RequestBody([InputBody(tensor.name, BYTES, one)])
+        return fit(sent, info, regions, lambda _: text, binary=True)
     item_bytes = math.prod(d for d in shape if d >= 0) * DTYPES[tensor.datatype].itemsize
     free = sum(d < 0 for d in shape)
     if free > 1 or (free and (item_bytes == 0 or len(body) % item_bytes)):

@@ -7,7 +7,7 @@ import msgspec
 from cohabit.server.errors import InvalidRequest, Refused
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Parameters, Request
-from cohabit.server.protocol.datatypes import BINARY_ONLY
+from cohabit.server.protocol.datatypes import BINARY_ONLY, BYTES
 from cohabit.server.protocol.json_body import parse_with_tensors
 from cohabit.server.protocol.matching import InputBody, RequestBody, errors_of, fit
 from cohabit.server.protocol.shared_memory import RegionUse
@@ -18,6 +18,7 @@ from cohabit.server.protocol.tensors import (
     from_json,
     nested_shape,
     nesting,
+    texts_of_json,
     to_json,
 )
 
@@ -70,6 +71,11 @@ def _typed(raw: msgspec.Raw, of_type: Any, key: str) -> Any:
 def _described(tensor: TensorSpec, raw: msgspec.Raw, info: ModelInfo) -> InputBody[list[int]]:
     """Give a value the shape of its nesting; adds a missing batch dimension of one."""
     shape = info.wire_shape(tensor)
+    if tensor.datatype == BYTES:
+        given = bytes(raw).lstrip()
+        raw = raw if given.startswith(b"[") else msgspec.Raw(b"[%b]" % given)
+        count = len(texts_of_json(raw, tensor.name))
+        return InputBody(tensor.name, BYTES, [1, count] if info.max_batch_size > 0 else [count], raw)
     text = compact(raw, tensor.name)
     depth = nesting(text)
     if depth == 0:

@@ -187,7 +187,7 @@ class OpenAiApi:
         # A batch's pairs at a time: their tokens take little memory.
         for start in range(0, len(documents), rows):
             piece = documents[start : start + rows]
-            pairs = await plane.decode(slow, loaded.pairs, asked.query, piece, most)
+            pairs = await plane.decode(slow, loaded.pairs, [asked.query] * len(piece), piece, most)
             count += sum(len(ids) for ids, _ in pairs)
             if count > MOST_TOKENS:
                 raise InvalidRequest(f"query and documents have over {MOST_TOKENS} tokens; send fewer documents")

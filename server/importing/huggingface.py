@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -85,21 +85,12 @@ def from_folder(
     `architecture` is a class of transformers, or of one part of the model, instead of the folder's own. `outputs` are
     the outputs to return; by default, all that have a row for each row of the inputs.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise ImportFailed(
-            f"{folder}: Hugging Face models need the package {error.name}; pip install 'transformers>=5'"
-        ) from error
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers = transformers_of(folder)
     # The folder is checked before transformers reads it.
     require_own_files(folder)
     written = read_object(folder / _CONFIG)
     require_possible(folder / _CONFIG, written)
-    model = _load(transformers, folder, written, architecture)
+    model = load_model(transformers, folder, written, architecture)
     # A causal model becomes a decoding step, if possible; otherwise it answers whole texts.
     most, left, notes = 0, list[str](), list[str]()
     if is_causal(written) and not (inputs or architecture or outputs or lengths.fixed):
@@ -145,8 +136,34 @@ def from_folder(
     )
 
 
-def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str | None) -> Any:
-    """Load the folder's model, or the requested one: another class, or a part of the folder's."""
+def transformers_of(folder: Path) -> Any:
+    """Import transformers for a folder, quiet and without the network. Raises ImportFailed."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise ImportFailed(
+            f"{folder}: Hugging Face models need the package {error.name}; pip install 'transformers>=5'"
+        ) from error
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return transformers
+
+
+def load_model(
+    transformers: Any,
+    folder: Path,
+    written: dict[str, Any],
+    asked: str | None,
+    given: Collection[str] = (),
+    labels: int | None = None,
+) -> Any:
+    """Load the folder's model, or the requested one: another class, or a part of the folder's.
+
+    The caller sets the weights with the `given` names, which the folder may lack. `labels` is the number of classes if
+    it is not the folder's. Raises ImportFailed.
+    """
     if written.get("quantization_config"):
         raise ImportFailed(f"{folder}: its weights are quantized, which is not supported; take the original ones")
     names = written.get("architectures") or []
@@ -168,6 +185,8 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str |
         configuration = architecture.config_class if whole else transformers.AutoConfig
         config = configuration.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         config.use_cache = False
+        if labels is not None:
+            config.num_labels = labels
         model, info = architecture.from_pretrained(
             folder,
             config=config,
@@ -182,7 +201,7 @@ def _load(transformers: Any, folder: Path, written: dict[str, Any], asked: str |
         what = "" if safe else " (a pickle; only its tensors are read)"
         raise ImportFailed(f"{folder}{what}: {reason_of(error)}") from error
     # Missing weights would be random.
-    if missing := sorted(info["missing_keys"]):
+    if missing := sorted(set(info["missing_keys"]).difference(given)):
         more = f" and {len(missing) - _MOST_KEYS} more" if len(missing) > _MOST_KEYS else ""
         raise ImportFailed(
             f"{folder}: its weights lack {', '.join(missing[:_MOST_KEYS])}{more} of {architecture.__name__}, and random"

@@ -19,6 +19,8 @@ _MAGIC = {
 """Foreign formats by offset and bytes."""
 _ONNX_PLACES = ("model.onnx", "onnx/model.onnx")
 """Where a folder has its ONNX file."""
+ADAPTER_CONFIG = "adapter_config.json"
+"""Configuration of an adapter in peft's format."""
 _HEADER_BYTES = 100 << 20
 """Largest header of a safetensors file, as its library has it."""
 
@@ -30,6 +32,11 @@ def onnx_file(path: Path) -> Path | None:
     if not path.is_dir() or any(path.glob("*.safetensors")) or any(path.glob("*.bin")):
         return None
     return next((path / place for place in _ONNX_PLACES if (path / place).is_file()), None)
+
+
+def is_model_folder(path: Path) -> bool:
+    """Whether a folder is a Hugging Face model's or an adapter's, or has an ONNX file."""
+    return any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)) or onnx_file(path) is not None
 
 
 def require_checkpoint(path: Path) -> None:

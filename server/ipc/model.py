@@ -17,6 +17,9 @@ Inputs = Mapping[str, Array]
 ENSEMBLE = "ensemble"
 """Platform of an entry without a program, whose requests run other models."""
 
+TOKENIZER_BACKEND = "tokenizer"
+"""Platform of an entry without a program, whose requests are texts that become token ids."""
+
 TOKENIZER = "tokenizer.json"
 """File in a text model's folder: its tokenizer, in the format of Hugging Face's tokenizers library."""
 
@@ -97,6 +100,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     @property
     def key(self) -> ModelKey:
         return ModelKey(self.name, self.version)
+
+    @property
+    def has_program(self) -> bool:
+        """Whether the engine executes its requests; otherwise the front end does."""
+        return self.platform not in (ENSEMBLE, TOKENIZER_BACKEND)
 
     def wire_shape(self, tensor: TensorSpec) -> tuple[int, ...]:
         """Return the shape that clients send and receive, with -1 for the batch dimension, if any."""

@@ -10,6 +10,8 @@ from cohabit.server.ipc.model import Array, ModelKey
 Parameters = dict[str, bool | int | float | str]
 """KServe's parameters of a request or of a tensor."""
 
+NO_LANE = -1
+"""`Timing.lane` of work in the front end."""
 MARK_BYTES = 64
 """Size of the mark, which precedes the outputs in a request's output buffer."""
 _MARK = struct.Struct("<2d")

@@ -131,8 +131,14 @@ def _by_reason(name: str, text: str, counts: Callable[[ModelStatistics], Mapping
     return _metric(name, "counter", text, read)
 
 
-def _histogram(name: str, text: str, value: Callable[[ModelStatistics], Histogram]) -> Metric:
-    return _metric(name, "histogram", text, lambda view: [({}, value(view.report.statistics))])
+def _histogram(name: str, text: str, value: Callable[[MetricSource], Histogram]) -> Metric:
+    """A histogram of the first model, and of each other one from its first value on.
+
+    A thousand idle models would have megabytes of zeros. The first one shows queries and dashboards the name and the
+    bounds.
+    """
+    every = _metric(name, "histogram", text, lambda view: [({}, value(view))])
+    return lambda views: every([view for n, view in enumerate(views) if n == 0 or any(value(view).counts)])
 
 
 def _of_texts(name: str, text: str, read: Callable[[MetricSource], Histogram]) -> Metric:
@@ -212,13 +218,12 @@ _METRICS = (
     _histogram(
         "nv_inference_first_response_histogram_ms",
         "Milliseconds from a request's arrival to its response",
-        lambda s: s.response_ms,
+        lambda view: view.report.statistics.response_ms,
     ),
-    _metric(
+    _histogram(
         "cohabit_request_seconds",
-        "histogram",
         "Seconds from a request's arrival to its answer, measured in the front end",
-        lambda view: [({}, view.times.answer)],
+        lambda view: view.times.answer,
     ),
     _of_texts(
         "cohabit_first_token_seconds",
@@ -230,9 +235,15 @@ _METRICS = (
         "Seconds between generated tokens",
         lambda view: view.times.later_token,
     ),
-    _histogram("cohabit_queue_seconds", "Queueing time of answered requests, in seconds", lambda s: s.queued),
     _histogram(
-        "cohabit_compute_seconds", "Compute time of executions, including stalls, in seconds", lambda s: s.computed
+        "cohabit_queue_seconds",
+        "Queueing time of answered requests, in seconds",
+        lambda view: view.report.statistics.queued,
+    ),
+    _histogram(
+        "cohabit_compute_seconds",
+        "Compute time of executions, including stalls, in seconds",
+        lambda view: view.report.statistics.computed,
     ),
     _counter("cohabit_swapped_bytes_total", "Bytes swapped in and out by inferences", lambda s: s.swapped_bytes),
     _counter("cohabit_stall_seconds_total", "Seconds that compute stalled on parameters", lambda s: s.stall_s),

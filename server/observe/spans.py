@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from cohabit.server.ipc.request import NO_LANE
 from cohabit.server.ipc.spans import DeviceSpan
 from cohabit.server.observe.request_trace import RequestTrace
 
@@ -45,6 +46,8 @@ def events_of(trace: RequestTrace, ended_s: float) -> list[Event]:
         events += _pair(trace, name, start_s, end_s)
     events.append(end)
     for model, timing in trace.steps if trace.timing is None else [(trace.model, trace.timing)]:
+        if timing.lane == NO_LANE:
+            continue
         numbers = {"rows": timing.rows, "stall_ms": timing.stall_s * 1e3, "swapped_bytes": timing.swapped_bytes}
         track, executed = track_of(COMPUTE, timing.lane), {**numbers, "trace_id": trace.context.trace_id}
         events.append(_complete(track, model, timing.started_s, timing.busy_s, executed))

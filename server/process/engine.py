@@ -25,7 +25,7 @@ from cohabit.server.process.polling import Poller
 from cohabit.server.repository.registry import Registry
 from cohabit.server.repository.scan import scan, versions_of
 from cohabit.server.repository.sources import EnsembleSource, ModelSource, ScannedVersion, Unloadable, by_name
-from cohabit.server.triton.ensembles import is_ensemble
+from cohabit.server.triton.ensembles import has_no_program
 from cohabit.server.triton.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class Engine:
         """
         groups: dict[tuple[str, bytes | None], list[int]] = {}
         for old in before:
-            waits = old.wanted and old.config is not None and is_ensemble(ModelConfig.FromString(old.config))
+            waits = old.wanted and old.config is not None and has_no_program(ModelConfig.FromString(old.config))
             if old.version is not None and (old.is_ready or waits):
                 groups.setdefault((old.name, old.config_override), []).append(old.key.version)
         found: list[ScannedVersion] = []

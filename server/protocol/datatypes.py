@@ -23,7 +23,7 @@ BINARY_ONLY = frozenset({"FP16", BF16})
 """Datatypes without an agreed JSON form, which are sent as bytes."""
 
 BYTES = "BYTES"
-"""KServe's strings: arrays of `bytes` objects. Only classifications use them; PyTorch has no string tensors."""
+"""KServe's strings: arrays of `bytes` objects. Inputs of tokenizers, and classifications; PyTorch has none."""
 
 
 def float32_of_bf16(bits: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import takewhile
 from operator import eq
 from typing import Any
@@ -10,34 +10,37 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cohabit.planner.shapes import Dimension, evaluate, names_in
 from cohabit.server.errors import InvalidRequest
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.ipc.request import Answer, Parameters, Request, RequestedOutput
 from cohabit.server.protocol.datatypes import BF16, DTYPES, float32_of_bf16
 from cohabit.server.protocol.matching import InputBody, RequestBody, fit
 from cohabit.server.protocol.shared_memory import RegionUse
+from cohabit.server.protocol.tensors import MOST_TEXTS
 
-_TOKENS, _MASK, _TYPES = "input_ids", "attention_mask", "token_type_ids"
+_TOKENS, MASK, _TYPES = "input_ids", "attention_mask", "token_type_ids"
+TOKEN_TENSORS = (_TOKENS, MASK, _TYPES)
+"""Tensors of a text: its token ids, 1 for each of them and 0 for padding, and which of two texts each belongs to."""
 _VECTORS = ("sentence_embedding", "embedding", "text_embeds")
 """Outputs with a vector for each row, in order of preference."""
 _STATES = "last_hidden_state"
 """The output with a vector for each token, which are pooled."""
 NEEDED = (
-    f"it needs an input {_TOKENS} [batch, tokens], no others but {_MASK} and {_TYPES}, and an output {_STATES} or"
+    f"it needs an input {_TOKENS} [batch, tokens], no others but {MASK} and {_TYPES}, and an output {_STATES} or"
     f" {' or '.join(_VECTORS)}"
 )
 
 _SCORES = "logits"
 """The output with a number for each row: how relevant a document is to a query."""
 NEEDED_TO_RANK = (
-    f"it needs an input {_TOKENS} [batch, tokens], no others but {_MASK} and {_TYPES}, and an output {_SCORES}"
+    f"it needs an input {_TOKENS} [batch, tokens], no others but {MASK} and {_TYPES}, and an output {_SCORES}"
     " [batch, 1]"
 )
 
-MOST_TEXTS = 2048
 MOST_TOKENS = 300_000
 """Maximum number of tokens of a request, as OpenAI's."""
-_CHARACTERS_PER_TOKEN = 64
+CHARACTERS_PER_TOKEN = 64
 """Maximum characters of a text per token: longer texts are refused untokenized. Tokens have four on average."""
 _TEXTS = msgspec.json.Decoder(str | list[str | int])
 _IDS = msgspec.json.Decoder(list[int | list[int]])
@@ -73,7 +76,7 @@ class TextEncoder:
     @property
     def has_mask(self) -> bool:
         """Whether the model gets a mask of the padding."""
-        return any(tensor.name == _MASK for tensor in self.info.inputs)
+        return any(tensor.name == MASK for tensor in self.info.inputs)
 
     def batches(self, texts: Sequence[Tokens]) -> Iterator[Sequence[Tokens]]:
         """Yield texts in order, in the largest possible batches. Without a mask, texts of a batch have one length."""
@@ -98,15 +101,8 @@ class TextEncoder:
 
         Raises InvalidRequest for texts that are too long.
         """
-        length = self._length(max(map(len, texts)))
-        tokens = np.full((len(texts), length), self.padding_id)
-        mask, given_types = np.zeros_like(tokens), np.zeros_like(tokens)
-        for row, ids in enumerate(texts):
-            tokens[row, : len(ids)] = ids
-            mask[row, : len(ids)] = 1
-            if types is not None:
-                given_types[row, : len(ids)] = types[row]
-        arrays = {_TOKENS: tokens, _MASK: mask, _TYPES: given_types}
+        length = padded_length(texts, self._lengths, self.info.name, has_mask=self.has_mask)
+        arrays = token_arrays(texts, types, length, self.padding_id)
         taken = [tensor for tensor in self.info.inputs if tensor.name in arrays]
         bodies = [InputBody(tensor.name, tensor.datatype, [len(texts), length]) for tensor in taken]
 
@@ -119,7 +115,7 @@ class TextEncoder:
     @property
     def most_characters(self) -> int:
         """Maximum number of characters of a text to tokenize."""
-        return _CHARACTERS_PER_TOKEN * self.most_tokens
+        return CHARACTERS_PER_TOKEN * self.most_tokens
 
     @property
     def most_tokens(self) -> int:
@@ -128,27 +124,7 @@ class TextEncoder:
 
     @property
     def _lengths(self) -> Sequence[int]:
-        """Token counts that the model takes, ascending."""
-        spec = next(tensor for tensor in self.info.inputs if tensor.name == _TOKENS)
-        for dimension in self.info.dynamic.dimensions:
-            if spec.sizes and dimension.symbol == spec.sizes[-1]:
-                return [n for n in range(dimension.least, dimension.buckets[-1] + 1) if dimension.allows(n)]
-        return [spec.shape[-1]]
-
-    def _length(self, tokens: int) -> int:
-        """Return the length to which texts are padded. Raises InvalidRequest if they cannot be."""
-        lengths = self._lengths
-        length = next((n for n in lengths if n >= tokens), None)
-        if length is None:
-            raise InvalidRequest(
-                f"a text has {tokens} tokens, model '{self.info.name}' takes at most {lengths[-1]}; send shorter texts"
-            )
-        if length > tokens and not self.has_mask:
-            raise InvalidRequest(
-                f"a text has {tokens} tokens, and model '{self.info.name}' takes {length}: it has no input {_MASK} that"
-                " would tell padding"
-            )
-        return length
+        return lengths_of(self.info, _TOKENS)
 
     def vectors(self, texts: Sequence[Tokens], answer: Answer) -> Array:
         """Return a text's vector in each row, float32 and of length 1."""
@@ -167,6 +143,53 @@ class TextEncoder:
     def _float32(self, answer: Answer) -> Array:
         values = answer.outputs[self.output.name]
         return float32_of_bf16(values) if self.output.datatype == BF16 else values.astype(np.float32, copy=False)
+
+
+def lengths_of(info: ModelInfo, name: str) -> Sequence[int]:
+    """Return the token counts that an input takes, ascending."""
+    spec = next(tensor for tensor in info.inputs if tensor.name == name)
+    size = spec.sizes[-1] if spec.sizes else spec.shape[-1]
+    for dimension in info.dynamic.dimensions:
+        if isinstance(size, str) and names_in(size) == {dimension.symbol}:
+            return _sizes(dimension, size)
+    return [spec.shape[-1]]
+
+
+@lru_cache
+def _sizes(dimension: Dimension, expression: str) -> Sequence[int]:
+    """Return the values of an expression in a dimension's symbol, ascending."""
+    allowed = (n for n in range(dimension.least, dimension.buckets[-1] + 1) if dimension.allows(n))
+    return sorted(evaluate(expression, {dimension.symbol: dimension.symbol_value(n)}) for n in allowed)
+
+
+def padded_length(texts: Sequence[Tokens], lengths: Sequence[int], model: str, *, has_mask: bool) -> int:
+    """Return the one of a model's lengths to which texts are padded. Raises InvalidRequest if they cannot be."""
+    longest, shortest = max(map(len, texts)), min(map(len, texts))
+    length = next((n for n in lengths if n >= longest), None)
+    if length is None:
+        raise InvalidRequest(
+            f"a text has {longest} tokens, model '{model}' takes at most {lengths[-1]}; send shorter texts"
+        )
+    if length > shortest and not has_mask:
+        raise InvalidRequest(
+            f"a text has {shortest} tokens, and model '{model}' takes {length}: it has no input {MASK} that would"
+            " tell padding"
+        )
+    return length
+
+
+def token_arrays(
+    texts: Sequence[Tokens], types: Sequence[Tokens] | None, length: int, padding_id: int
+) -> Mapping[str, Array]:
+    """Return TOKEN_TENSORS by name, [texts, length], with the types of tokens (by default 0)."""
+    tokens = np.full((len(texts), length), padding_id)
+    mask, given_types = np.zeros_like(tokens), np.zeros_like(tokens)
+    for row, ids in enumerate(texts):
+        tokens[row, : len(ids)] = ids
+        mask[row, : len(ids)] = 1
+        if types is not None:
+            given_types[row, : len(ids)] = types[row]
+    return {_TOKENS: tokens, MASK: mask, _TYPES: given_types}
 
 
 def texts_of(given: msgspec.Raw, encoder: TextEncoder, field: str = "input") -> list[str] | list[Tokens]:
@@ -233,4 +256,4 @@ def scoring_output(info: ModelInfo) -> TensorSpec | None:
 def _takes_texts(info: ModelInfo) -> bool:
     required = {tensor.name: tensor for tensor in info.inputs if tensor.default is None}
     tokens = required.get(_TOKENS)
-    return tokens is not None and required.keys() <= {_TOKENS, _MASK, _TYPES} and len(info.wire_shape(tokens)) == 2
+    return tokens is not None and required.keys() <= {_TOKENS, MASK, _TYPES} and len(info.wire_shape(tokens)) == 2

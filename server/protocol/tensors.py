@@ -25,6 +25,11 @@ _READ_TOGETHER_BYTES = 64 << 10
 _WRITTEN_TOGETHER = 16 << 10
 """Number of values written as JSON per call, which holds the GIL."""
 _LENGTH = struct.Struct("<I")
+MOST_TEXTS = 2048
+"""Maximum number of elements of a BYTES input."""
+MOST_TEXT_BYTES = 1 << 20
+"""Maximum size of a BYTES input on the wire: it is read on the event loop."""
+_TEXTS = msgspec.json.Decoder(list[str | list[str]])
 _OPENING = re.compile(rb"\[*")
 _EMPTY = re.compile(rb"\[*\]")
 _VALUES = bytes(byte for byte in range(256) if byte not in b"[],")
@@ -38,8 +43,10 @@ _CONSTANTS = {b"NaN": math.nan, b"-NaN": math.nan} | {
 
 
 def from_binary(body: memoryview, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """View bytes as a tensor, without copying. Raises InvalidRequest if their number does not match the shape."""
+    """View bytes as a tensor, without copying numbers. Raises InvalidRequest if their size does not match the shape."""
     check_size(len(body), name, datatype, shape)
+    if datatype == BYTES:
+        return _elements(body, name, shape)
     return np.frombuffer(body, DTYPES[datatype]).reshape(shape)
 
 
@@ -50,7 +57,14 @@ def from_window(window: Window, name: str, datatype: str, shape: Sequence[int]) 
 
 
 def check_size(nbytes: int, name: str, datatype: str, shape: Sequence[int]) -> None:
-    """Raise InvalidRequest unless an input of this datatype and shape has `nbytes` bytes."""
+    """Raise InvalidRequest unless an input of this datatype and shape has `nbytes` bytes; BYTES may have fewer."""
+    if datatype == BYTES:
+        _require_few_texts(math.prod(shape), name)
+        if nbytes > MOST_TEXT_BYTES:
+            raise InvalidRequest(
+                f"input '{name}' has {nbytes} bytes, BYTES takes {MOST_TEXT_BYTES} at most; send shorter texts"
+            )
+        return
     expected = math.prod(shape) * DTYPES[datatype].itemsize
     if expected != nbytes:
         raise TensorMismatch(
@@ -59,8 +73,61 @@ def check_size(nbytes: int, name: str, datatype: str, shape: Sequence[int]) -> N
         )
 
 
+def texts_from(elements: Sequence[bytes], name: str, shape: Sequence[int]) -> Array:
+    """Return a BYTES tensor of these elements. Raises TensorMismatch if their number does not match the shape."""
+    if len(elements) != math.prod(shape):
+        raise TensorMismatch(
+            f"input '{name}' has {len(elements)} elements, but its shape {list(shape)} takes {math.prod(shape)}"
+        )
+    array = np.empty(len(elements), np.object_)
+    array[:] = elements
+    return array.reshape(shape)
+
+
+def texts_of_json(data: msgspec.Raw, name: str) -> list[str | list[str]]:
+    """Read a flat array of JSON strings, or an array of such arrays. Raises InvalidRequest."""
+    check_size(len(memoryview(data)), name, BYTES, ())
+    sent = bytes(data)
+    _require_few_texts((sent.count(b'"') - sent.count(b'\\"')) // 4, name)  # before any becomes an object
+    try:
+        return _TEXTS.decode(sent)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"data of input '{name}' is not an array of strings: {error}") from error
+
+
+def _elements(body: memoryview, name: str, shape: Sequence[int]) -> Array:
+    """Read elements that each follow their length in four bytes."""
+    elements: list[bytes] = []
+    at = 0
+    while at < len(body) and len(elements) <= MOST_TEXTS:
+        length = _LENGTH.unpack_from(body, at)[0] if at + _LENGTH.size <= len(body) else len(body)
+        at += _LENGTH.size
+        if at + length > len(body):
+            raise InvalidRequest(
+                f"element {len(elements)} of input '{name}' is cut off; each element of BYTES follows its length in"
+                " four bytes"
+            )
+        elements.append(bytes(body[at : at + length]))
+        at += length
+    return texts_from(elements, name, shape)
+
+
+def _require_few_texts(count: int, name: str) -> None:
+    if count > MOST_TEXTS:
+        raise InvalidRequest(f"input '{name}' has over {MOST_TEXTS} elements of BYTES; send fewer texts")
+
+
+def _from_json_texts(data: msgspec.Raw, name: str, shape: Sequence[int]) -> Array:
+    read = texts_of_json(data, name)
+    rows = [row for row in read if isinstance(row, list)]
+    if rows and (len(rows) != len(read) or [len(rows), *{len(row) for row in rows}] != list(shape)):
+        raise InvalidRequest(f"data of input '{name}' is not nested like its shape {list(shape)}")
+    flat = [text for row in rows for text in row] if rows else [text for text in read if isinstance(text, str)]
+    return texts_from([text.encode() for text in flat], name, shape)
+
+
 def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int]) -> Array:
-    """Read a flat array, or one nested like the shape, of JSON numbers and bare constants.
+    """Read a flat array, or one nested like the shape, of JSON numbers and bare constants, or of strings.
 
     `data` has as many opening as closing brackets, and is checked here. Raises InvalidRequest for anything else, and
     for more than MOST_JSON_VALUES.
@@ -70,6 +137,8 @@ def from_json(data: msgspec.Raw, name: str, datatype: str, shape: Sequence[int])
             f"receiving {datatype} data via JSON is not supported. Please use the binary data format for input"
             f" '{name}'"
         )
+    if datatype == BYTES:
+        return _from_json_texts(data, name, shape)
     text = compact(data, name)
     depth, count = nesting(text), math.prod(shape)
     if depth not in (1, len(shape)):

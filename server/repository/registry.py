@@ -166,7 +166,7 @@ class Registry:
         if loading:
             return _ensemble(source, ModelState.LOADING, loading)
         if (contradiction := mismatch(source.info, source.steps, infos)) is not None:
-            return _ensemble(source, ModelState.UNAVAILABLE, f"config.pbtxt: ensemble_scheduling: {contradiction}")
+            return _ensemble(source, ModelState.UNAVAILABLE, f"config.pbtxt: {contradiction}")
         return replace(_ensemble(source, ModelState.READY), info=source.info)
 
     def _contains_itself(self, source: EnsembleSource) -> bool:

@@ -12,10 +12,11 @@ from pathlib import Path
 from cohabit.runtime.lowering.archive_file import LOWERED_SUFFIX, ArchiveFile
 from cohabit.server.errors import RepositoryError, did_you_mean
 from cohabit.server.file_state import FileState
+from cohabit.server.ipc.model import TOKENIZER
 from cohabit.server.repository.sources import EnsembleSource, ModelSource, ScannedVersion, Unloadable
 from cohabit.server.scheduling.policy import Policy
 from cohabit.server.triton.config_fields import defaults_of, ignored_fields, pooling_of, refuse_fields
-from cohabit.server.triton.ensembles import description_of, is_ensemble, steps_of
+from cohabit.server.triton.ensembles import description_of, has_no_program, is_tokenizer, steps_of
 from cohabit.server.triton.model_config import ModelConfig, read_config
 from cohabit.server.triton.policies import policy_of
 
@@ -106,7 +107,10 @@ def find(path: Path) -> ModelSource:
             raise RepositoryError(f"version {latest.version}: {latest.reason}")
         if isinstance(latest, EnsembleSource):
             steps = ", ".join(f"'{step.model}'" for step in latest.steps)
-            raise RepositoryError(f"it is an ensemble, which has no program; give one of its models: {steps}")
+            way_out = f"; give one of its models: {steps}" if steps else ""
+            raise RepositoryError(
+                f"it is an entry of platform {latest.info.platform}, which has no program{way_out}"
+            )
         return latest
     except RepositoryError as error:
         models = sorted(child.name for child in folder.iterdir() if any(child.glob(f"*/{_PROGRAM}")))
@@ -175,7 +179,9 @@ def _versions(
     wanted = _wanted(versions, config) if exactly is None else sorted(exactly)
     sent = None if override is None else bytes(override.SerializeToString())
     labels = {} if config is None else _labels(folder, root, config)
-    if config is not None and is_ensemble(config):
+    if config is not None and has_no_program(config):
+        if is_tokenizer(config):
+            _named_file(folder, TOKENIZER, root, f"backend '{config.backend}': its folder has no file {TOKENIZER}")
         steps = steps_of(folder.name, config)
         infos = [description_of(folder.name, version, config, labels) for version in wanted]
         return [EnsembleSource(info, steps, config, sent) for info in infos]
@@ -260,7 +266,7 @@ def _named_file(folder: Path, name: str, root: Path, missing: str) -> Path:
 def _wanted(versions: Sequence[int], config: ModelConfig | None) -> Sequence[int]:
     """Return the versions that the version policy chooses. Raises RepositoryError if there are none."""
     if not versions:
-        way_out = "add an empty one, NAME/1" if is_ensemble(config) else f"put the program at NAME/1/{_PROGRAM}"
+        way_out = "add an empty one, NAME/1" if has_no_program(config) else f"put the program at NAME/1/{_PROGRAM}"
         raise RepositoryError(f"it has no version folder; {way_out}")
     policy = (config or ModelConfig()).version_policy
     choice = policy.WhichOneof("policy_choice")

@@ -48,7 +48,10 @@ class ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class EnsembleSource:
-    """A version of an ensemble to serve, whose steps agree with one another, but perhaps not with their models."""
+    """A version of an ensemble to serve, whose steps agree with one another, but perhaps not with their models.
+
+    A tokenizer is one without steps.
+    """
 
     info: ModelInfo
     steps: tuple[EnsembleStep, ...]

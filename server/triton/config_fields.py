@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from cohabit.server.errors import RepositoryError
-from cohabit.server.ipc.model import ENSEMBLE, POOLINGS
+from cohabit.server.ipc.model import ENSEMBLE, POOLINGS, TOKENIZER_BACKEND
 from cohabit.server.triton.config_messages import ModelConfig, ModelInput, ModelInstanceGroup
 
 _T = TypeVar("_T")
@@ -24,6 +24,7 @@ PARAMETERS: Mapping[str, str] = {
     "channels_last": "true or false",
     "fused": "true or false, on CUDA",
     "pooling": "mean, cls, lasttoken or max: how /v1/embeddings makes one vector of those of a text's tokens",
+    "truncate": "true or false: whether a tokenizer cuts texts that are too long for its readers, or refuses them",
     "max_concurrency": "requests that may be under way; more are answered 429",
     "max_requests_per_second": "rate of requests; more are answered 429",
     "max_burst": "requests at once within that rate",
@@ -94,8 +95,9 @@ _FIELDS = (
     ),
     _refused(
         "backend",
-        "models are PyTorch programs (.pt2): leave it out, or say pytorch",
-        lambda value, device: value != "pytorch",
+        "models are PyTorch programs (.pt2): leave it out, or say pytorch; or tokenizer, for a folder with"
+        " tokenizer.json",
+        lambda value, device: value not in ("pytorch", TOKENIZER_BACKEND),
     ),
     _warned("runtime", "the server executes every model itself"),
     _honoured("version_policy.latest.num_versions", "the highest ones, side by side; one without a policy"),
@@ -257,6 +259,17 @@ def parameter_of(config: ModelConfig | None, key: str, parse: Callable[[str], _T
 def pooling_of(config: ModelConfig | None) -> str:
     """Return the pooling of token states into embeddings. Raises RepositoryError."""
     return parameter_of(config, "pooling", _pooling) or POOLINGS[0]
+
+
+def truncates(config: ModelConfig) -> bool:
+    """Return whether a tokenizer cuts texts that are too long. Raises RepositoryError."""
+    return parameter_of(config, "truncate", _boolean) or False
+
+
+def _boolean(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"'{text[:40]}' is neither true nor false")
+    return text == "true"
 
 
 def _pooling(text: str) -> str:

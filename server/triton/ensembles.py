@@ -1,4 +1,7 @@
-"""Ensembles: entries whose requests run several models, as Triton's `ensemble_scheduling` describes them."""
+"""Entries without a program: ensembles, as Triton's `ensemble_scheduling` describes them, and tokenizers.
+
+A request of an ensemble runs several models; one of a tokenizer turns texts into token ids.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,15 +9,17 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any, NoReturn
 
 from cohabit.server.errors import RepositoryError, did_you_mean
-from cohabit.server.ipc.model import ENSEMBLE, ModelInfo, TensorSpec
+from cohabit.server.ipc.model import ENSEMBLE, TOKENIZER_BACKEND, ModelInfo, TensorSpec
 from cohabit.server.protocol.datatypes import BYTES, DTYPES
+from cohabit.server.protocol.embedding import TOKEN_TENSORS
+from cohabit.server.triton.config_fields import truncates
 from cohabit.server.triton.config_messages import DataType, ModelConfig
 
 _ALLOWED = {
-    *("name", "platform", "max_batch_size", "version_policy", "input", "output", "ensemble_scheduling"),
+    *("name", "platform", "backend", "max_batch_size", "version_policy", "input", "output", "ensemble_scheduling"),
     *("optimization", "parameters", "response_cache", "metric_tags", "model_transaction_policy", "model_metrics"),
 }
-"""Fields of an ensemble's configuration. All others are about a program, which only its steps have."""
+"""Fields of such a configuration. All others are about a program."""
 _CONFIG_TYPES = {f"TYPE_{datatype}": datatype for datatype in DTYPES} | {"TYPE_STRING": BYTES}
 
 
@@ -46,15 +51,25 @@ class EnsembleTensor:
     """With the batch dimension, if any."""
 
 
-def is_ensemble(config: ModelConfig | None) -> bool:
-    return config is not None and (config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE)
+def is_tokenizer(config: ModelConfig) -> bool:
+    return config.backend == TOKENIZER_BACKEND and not config.HasField("ensemble_scheduling")
+
+
+def has_no_program(config: ModelConfig | None) -> bool:
+    """Whether it is the configuration of an ensemble or of a tokenizer."""
+    return config is not None and (
+        config.HasField("ensemble_scheduling") or config.platform == ENSEMBLE or is_tokenizer(config)
+    )
 
 
 def steps_of(name: str, config: ModelConfig) -> tuple[EnsembleStep, ...]:
-    """Return the steps of an ensemble, each after those whose outputs it reads.
+    """Return the steps of an ensemble, each after those whose outputs it reads; none for a tokenizer.
 
     Raises RepositoryError, naming the step and the tensor, for a configuration that no models could make valid.
     """
+    if is_tokenizer(config):
+        _check_tokenizer(config)
+        return ()
     _check_fields(config)
     inputs, outputs = (_names(kind, getattr(config, kind)) for kind in ("input", "output"))
     steps = [_step(name, number, step) for number, step in enumerate(config.ensemble_scheduling.step, 1)]
@@ -89,14 +104,20 @@ def steps_of(name: str, config: ModelConfig) -> tuple[EnsembleStep, ...]:
 def description_of(
     name: str, version: int, config: ModelConfig, labels: Mapping[str, tuple[str, ...]]
 ) -> ModelInfo:
-    """Describe an ensemble to clients, as its configuration does. Raises RepositoryError for its tensors."""
+    """Describe an entry without a program to clients, as its configuration does.
+
+    Raises RepositoryError for its tensors.
+    """
     inputs = tuple(_spec("input", tensor) for tensor in config.input)
     outputs = tuple(_spec("output", tensor, labels.get(tensor.name, ())) for tensor in config.output)
-    return ModelInfo(name, version, inputs, outputs, config.max_batch_size, ENSEMBLE)
+    platform = TOKENIZER_BACKEND if is_tokenizer(config) else ENSEMBLE
+    return ModelInfo(name, version, inputs, outputs, config.max_batch_size, platform)
 
 
 def mismatch(info: ModelInfo, steps: Sequence[EnsembleStep], infos: Sequence[ModelInfo]) -> str | None:
     """Return how an ensemble contradicts the models of its steps, or None. Both have the same order."""
+    if info.platform == TOKENIZER_BACKEND:
+        return None
     written = {
         tensor.name: EnsembleTensor(
             f"input '{tensor.name}' of the ensemble", tensor.datatype, info.wire_shape(tensor)
@@ -118,7 +139,35 @@ def mismatch(info: ModelInfo, steps: Sequence[EnsembleStep], infos: Sequence[Mod
 
 
 def _refuse(reason: str) -> NoReturn:
-    raise RepositoryError(f"config.pbtxt: ensemble_scheduling: {reason}")
+    raise RepositoryError(f"config.pbtxt: {reason}")
+
+
+def _check_tokenizer(config: ModelConfig) -> None:
+    """Raise RepositoryError unless a tokenizer has texts as inputs, and the tensors of their tokens as outputs."""
+    truncates(config)
+    for field, _ in config.ListFields():
+        if field.name not in _ALLOWED or field.name == "platform":
+            _refuse(f"a tokenizer has no {field.name}; leave it out")
+    if len(_names("input", config.input)) > 2:
+        _refuse(f"a tokenizer takes a text, or two for pairs of texts; it has {len(config.input)} inputs")
+    _names("output", config.output)
+    batched = config.max_batch_size > 0
+    for tensor in config.input:
+        if (datatype := DataType.Name(tensor.data_type)) != "TYPE_STRING":
+            _refuse(f"input '{tensor.name}' is {datatype}; a tokenizer takes texts, which are TYPE_STRING")
+        if len(tensor.dims) != 1 or (batched and tensor.dims[0] != 1):
+            form = "[1] for the text of a row" if batched else "[-1] for any number of texts"
+            _refuse(f"input '{tensor.name}' has dims {list(tensor.dims)}; they must be {form}")
+    for tensor in config.output:
+        if tensor.name not in TOKEN_TENSORS:
+            _refuse(f"a tokenizer has no output '{tensor.name}'; it has {', '.join(TOKEN_TENSORS)}")
+        if (datatype := DataType.Name(tensor.data_type)) not in ("TYPE_INT32", "TYPE_INT64"):
+            _refuse(f"output '{tensor.name}' is {datatype}; it can be TYPE_INT64 or TYPE_INT32")
+        if len(tensor.dims) != 2 - batched or tensor.dims[-1] != config.output[0].dims[-1]:
+            form = "[-1], or [N] for N tokens" if batched else "[-1, -1], or [-1, N] for N tokens"
+            _refuse(
+                f"output '{tensor.name}' has dims {list(tensor.dims)}; they must be {form}, alike for all outputs"
+            )
 
 
 def _check_fields(config: ModelConfig) -> None:
@@ -127,7 +176,7 @@ def _check_fields(config: ModelConfig) -> None:
     if config.platform != ENSEMBLE:
         _refuse(f"platform is '{config.platform}'; an ensemble has no program: say platform: \"{ENSEMBLE}\"")
     for field, _ in config.ListFields():
-        if field.name not in _ALLOWED:
+        if field.name not in _ALLOWED or field.name == "backend":
             _refuse(f"an ensemble has no {field.name}; set it for the models of its steps")
 
 
@@ -140,7 +189,7 @@ def _names(kind: str, tensors: Sequence[Any]) -> list[str]:
             _refuse(f"{kind} '{spec.name}' is there twice")
         names.append(spec.name)
     if not names:
-        _refuse(f"there is no {kind}; an ensemble's tensors must be listed")
+        _refuse(f"there is no {kind}; the tensors of an entry without a program must be listed")
     return names
 
 
@@ -150,12 +199,12 @@ def _spec(kind: str, tensor: Any, labels: tuple[str, ...] = ()) -> TensorSpec:
     datatype = _CONFIG_TYPES.get(DataType.Name(tensor.data_type))
     if datatype is None:
         _refuse(f"{kind} '{tensor.name}' has no data_type")
-    if datatype == BYTES:
-        _refuse(f"{kind} '{tensor.name}' is TYPE_STRING; PyTorch models have no string tensors")
+    if datatype == BYTES and kind == "output":
+        _refuse(f"output '{tensor.name}' is TYPE_STRING; only tokenizers take strings, and nothing writes them")
     if wrong := [size for size in tensor.dims if size < -1 or size == 0]:
         _refuse(f"{kind} '{tensor.name}' has dims {list(tensor.dims)}; {wrong[0]} is neither a size nor -1")
     if kind == "input" and tensor.optional:
-        _refuse(f"input '{tensor.name}' is optional; an ensemble needs all of its inputs")
+        _refuse(f"input '{tensor.name}' is optional; an entry without a program needs all of its inputs")
     return TensorSpec(tensor.name, datatype, tuple(tensor.dims), labels)
 
 

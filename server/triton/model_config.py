@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import RepositoryError
-from cohabit.server.ipc.model import ENSEMBLE, GraphCapture, ModelInfo, TensorSpec
+from cohabit.server.ipc.model import TOKENIZER_BACKEND, GraphCapture, ModelInfo, TensorSpec
 from cohabit.server.protocol.datatypes import config_type
 from cohabit.server.protocol.tensors import filled
 from cohabit.server.triton.config_fields import LENGTHS, defaults_of
@@ -63,11 +63,12 @@ def config_of(
     if given is not None:
         config.CopyFrom(given)
     config.name = info.name
-    config.platform = config.platform or info.platform
+    if info.platform != TOKENIZER_BACKEND:
+        config.platform = config.platform or info.platform
     config.max_batch_size = info.max_batch_size
     if not config.HasField("version_policy"):
         config.version_policy.latest.num_versions = 1
-    if info.platform == ENSEMBLE:
+    if not info.has_program:
         return config
     config.backend = config.backend or "pytorch"
     for memory in ("input_pinned_memory", "output_pinned_memory"):

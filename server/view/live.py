@@ -10,7 +10,7 @@ import msgspec
 from cohabit.page.document import LiveDocument
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.errors import Overloaded
-from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.ipc.model import ModelKey
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.view.live_document import WINDOW_S, Reading, Token, latencies_of, live_document
@@ -31,7 +31,7 @@ class LiveFeed:
     def __init__(
         self,
         config: ServeConfig,
-        client: EngineClient,
+        ensembles: Ensembles,
         tracer: Tracer,
         is_draining: Callable[[], bool],
         clock: Callable[[], float] = time.monotonic,
@@ -39,7 +39,7 @@ class LiveFeed:
     ) -> None:
         """`clock` is the clock of spans, common to all processes."""
         self._config = config
-        self._client = client
+        self._ensembles = ensembles
         self._tracer = tracer
         self._is_draining = is_draining
         self._clock = clock
@@ -116,7 +116,7 @@ class LiveFeed:
         self._lanes.clear()
 
     async def _document(self) -> LiveDocument:
-        report = await self._client.report()
+        report = self._ensembles.added_to(await self._ensembles.client.report())
         now_s = self._clock()
         self._readings.append(Reading.of(now_s, report))
         while len(self._readings) > 1 and self._readings[1].at_s <= now_s - WINDOW_S:
@@ -127,7 +127,7 @@ class LiveFeed:
         chart = self._lanes.chart(now_s) if self._tracer.samples else None
         return live_document(
             self._config,
-            self._client,
+            self._ensembles,
             self._tracer,
             report,
             self._readings,

@@ -14,6 +14,7 @@ from cohabit.page.document import (
     ModelRow,
     Phrase,
     State,
+    StepPart,
     quantity,
     seconds,
     size,
@@ -23,6 +24,7 @@ from cohabit.server.activations import workspace_words
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.config.machine import resident_bytes
 from cohabit.server.frontend.engine_client import EngineClient
+from cohabit.server.frontend.ensembles import Ensembles, StepActivity
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
 from cohabit.server.ipc.model import ArenaExtent, ModelFootprint, ModelKey
 from cohabit.server.ipc.statistics import EngineReport, ModelCounters
@@ -92,7 +94,7 @@ def latencies_of(latest: deque[tuple[float, float]], now_s: float) -> list[float
 
 def live_document(
     config: ServeConfig,
-    client: EngineClient,
+    ensembles: Ensembles,
     tracer: Tracer,
     report: EngineReport,
     readings: Sequence[Reading],
@@ -103,7 +105,7 @@ def live_document(
 ) -> LiveDocument:
     """Describe a server now. `readings` and `tokens` are of the window, the newest last; `latencies` ascend."""
     first, last = readings[0], readings[-1]
-    span_s = last.at_s - first.at_s
+    span_s, client = last.at_s - first.at_s, ensembles.client
     entries = sorted(client.catalog, key=lambda entry: (entry.name, entry.version or 0))
     down = client.unavailable
     ascending = sorted(chain(*latencies.values()))
@@ -111,7 +113,8 @@ def live_document(
     for entry in entries:
         key = None if entry.version is None else entry.key
         grown = ModelTotals() if key is None else _growth(first, last, key)
-        rows.append(_row(entry, report, grown, span_s, latencies.get(key, ()) if key else ()))
+        stages = [] if key is None else stages_of(key, ensembles, report)
+        rows.append(_row(entry, report, grown, span_s, latencies.get(key, ()) if key else (), stages))
     return LiveDocument(
         version=product_version(),
         trouble=down or client.catalog.not_ready(),
@@ -146,8 +149,26 @@ def _growth(first: Reading, last: Reading, key: ModelKey) -> ModelTotals:
     )
 
 
+def stages_of(key: ModelKey, ensembles: Ensembles, report: EngineReport) -> list[list[StepPart]]:
+    """Describe an ensemble's steps. Of a model's queue, its own requests count as the first to wait."""
+    waiting: Counter[str] = Counter()
+    for model, counters in report.models.items():
+        waiting[model.name] += counters.pending
+
+    def part(step: StepActivity) -> StepPart:
+        queued = min(step.under_way, waiting[step.model])
+        return StepPart(step.model, step.under_way - queued, queued, seconds(step.took_s))
+
+    return [[part(step) for step in stage] for stage in ensembles.stages(key)]
+
+
 def _row(
-    entry: ModelEntry, report: EngineReport, grown: ModelTotals, span_s: float, latencies: Sequence[float]
+    entry: ModelEntry,
+    report: EngineReport,
+    grown: ModelTotals,
+    span_s: float,
+    latencies: Sequence[float],
+    stages: list[list[StepPart]],
 ) -> ModelRow:
     counters = report.models.get(entry.key) if entry.is_ready else None
     footprint = entry.footprint
@@ -176,6 +197,7 @@ def _row(
         parameters=size(footprint.parameter_bytes if entry.is_ready else None),
         copied=quantity(rate(grown.copied_bytes), "bytes/s"),
         copied_each=size(each),
+        stages=stages,
     )
 
 
@@ -216,6 +238,7 @@ def _figures(
         "Models that answer requests now.",
     )
     span_s = last.at_s - first.at_s
+    rows = [row for row in rows if not row.stages]  # requests of ensembles are those of their steps
     within = (f"mean of {WINDOW_S:g} s",)
     yield Figure(
         "answers",

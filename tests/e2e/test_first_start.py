@@ -15,16 +15,21 @@ from msgspec.structs import replace
 
 from cohabit.planner import cache_file
 from cohabit.planner import profile as profile_format
+from cohabit.planner.memory import Memory
 from cohabit.planner.plan import Plan
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.machine import available_cpus
 from cohabit.server.deploy import place, replan
+from cohabit.server.deploy import prepare as preparation
+from cohabit.server.deploy.decide import Decider
+from cohabit.server.deploy.partitions import Partitions
 from cohabit.server.deploy.replan import Replanner
 from cohabit.server.ipc.model import ModelKey
+from cohabit.server.repository.sources import ModelSource
 from tests.support.e2e.archives import Archives
 from tests.support.e2e.serving import Running, eventually, infer, process, serving
-from tests.support.e2e.stacks import Stacks
+from tests.support.e2e.stacks import Stacks, answer, is_answer_of
 
 MODEL, BATCHES = "ranker", (1, 2)
 NOT_IN_ENGINES = {"numba", "llvmlite", "scipy", "grpc", "aiohttp"}
@@ -255,6 +260,52 @@ def test_a_model_that_is_loaded_later_begins_with_quick_plans_too(
         assert infer(server.address, MODEL, inputs)["score"].tobytes() == answer.tobytes()
 
 
+def test_a_model_that_is_loaded_beside_an_equal_one_has_its_plans_without_the_planner(
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "models"
+    for seed, name in enumerate("ab"):
+        stacks.put(repository, name, seed)
+    changes: dict[str, Any] = {"model_control": "explicit", "load_models": ("*",), "batch_sizes": BATCHES}
+    with serving(repository, "12MiB", tmp_path / "cache", engine="process", **changes) as server:
+        server.until_planned()
+        server.on_loop(server.engine.lifecycle.unload("b"))
+        monkeypatch.setattr(server.placement.workers, "call", None)
+        server.on_loop(server.engine.lifecycle.load("b", None))
+        models = server.placement.models
+        assert models["b", 1].plans is models["a", 1].plans
+        assert is_answer_of(0, answer(server, "a"))
+        assert is_answer_of(1, answer(server, "b"))
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "workspace_bytes", "found"),
+    [
+        (4096, 100, 4096),  # as much as the equal model has
+        (8192, 100, None),  # more, in which the planner may find a better size
+        (2048, 100, None),
+        (65536, 100, 65536),  # all resident: no more is of use
+        (1 << 20, 100, 65536),
+        (4096, 200, None),  # its plans are for another workspace
+    ],
+)
+def test_a_model_takes_an_equal_one_s_memory_if_no_other_would_be_better(
+    free_bytes: int, workspace_bytes: int, found: int | None
+) -> None:
+    def model(profile: str, partition_bytes: int) -> Any:
+        memory = Memory(100, partition_bytes)
+        return SimpleNamespace(
+            profiles=profile, most_batch=None, parameter_bytes=65536, found=SimpleNamespace(memory=memory)
+        )
+
+    loaded = {"a": model("equal", 4096), "b": model("other", 2048), "c": model("equal", 65536)}
+    nothing: Any = SimpleNamespace(memory=None)
+    memory: Any = SimpleNamespace(models=loaded)
+    partitions = Partitions(workspace_bytes + free_bytes, workspace_bytes)
+    chosen = Decider(nothing, nothing, memory, nothing)._memory_of_equals(model("equal", 0), partitions)
+    assert chosen == (None if found is None else Memory(100, found))
+
+
 def test_without_a_quick_start_models_are_measured_one_by_one_and_planned_before_they_are_served(
     stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +360,35 @@ def test_a_noisy_profile_that_disagrees_is_measured_again_once_and_replaces_the_
         assert placed.profiles is measured, "once per load"
     kept_profiles = [profile_format.decode(cache_file.read(path)) for path in (cache / "profiles").iterdir()]
     assert {p.fingerprint for p in measured.values()} <= {kept.fingerprint for kept in kept_profiles}
+
+
+def test_a_family_whose_profile_is_in_doubt_is_measured_again_once(
+    stacks: Stacks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository, cache = tmp_path / "models", tmp_path / "cache"
+    for seed, name in enumerate("abc"):
+        stacks.put(repository, name, seed)
+    filled, measured = preparation._filled_by_worker, list[str]()
+
+    def noted(call: Any, source: ModelSource, *arguments: Any, **options: Any) -> Any:
+        measured.append(source.name)
+        return filled(call, source, *arguments, **options)
+
+    with serving(repository, "50%", cache, engine="process", batch_sizes=BATCHES) as server:
+        server.until_planned()
+        models = server.placement.models.values()
+        for model in models:
+            noisy = {b: replace(p, noise=9.0) for b, p in model.profiles.items()}
+            model.profiles = noisy
+        for path in (cache / "profiles").iterdir():
+            kept = profile_format.decode(cache_file.read(path))
+            if not kept.provisional:
+                cache_file.write(path, profile_format.encode(replace(kept, noise=9.0)))
+        monkeypatch.setattr(preparation, "_filled_by_worker", noted)
+        server.on_loop(server.replanner.check())
+        first, *others = (model.profiles for model in models)
+    assert measured == ["a"]
+    assert all(profiles == first != noisy for profiles in others)
 
 
 @pytest.mark.parametrize(

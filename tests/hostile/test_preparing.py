@@ -280,7 +280,7 @@ def test_a_model_is_measured_in_another_process_than_the_one_that_lowered_it(
     model.store.close()
     assert model.is_provisional
     (lowering,) = workers._idle
-    profiles = measured_profiles(model, config, workers)
+    profiles = measured_profiles(model, config, backend, workers)
     assert not any(profile.provisional for profile in profiles.values())
     (measuring,) = set(workers._idle) - {lowering}
     assert measuring._process.pid != lowering._process.pid

@@ -16,10 +16,12 @@ import torch
 
 from cohabit.runtime import pieces
 from cohabit.runtime.cpu.arena import CpuArena
-from cohabit.runtime.lowering import weights
+from cohabit.runtime.lowering import archive, weights
+from cohabit.runtime.lowering import lower as lowering
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.lowering.weights import Manifest, WeightUse, lay_out
 from cohabit.runtime.memory import StoreKind
+from cohabit.runtime.options import Options
 from cohabit.runtime.pieces import HELD
 from cohabit.runtime.stores.host import FileStore, Store, open_store
 from tests.support.runtime import models
@@ -290,3 +292,57 @@ def test_models_that_differ_in_their_values_only_have_the_same_graphs(
     assert one.manifest.fingerprint != other.manifest.fingerprint
     for bucket, graph in one.graphs.items():
         assert graph.fingerprint == other.graphs[bucket].fingerprint
+
+
+def of_16_bits(weight: torch.Tensor) -> torch.Tensor:
+    return weight.bfloat16().to(weight.dtype)
+
+
+VALUES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "other": torch.Tensor.neg,
+    "16 bits": of_16_bits,
+    "zero": torch.zeros_like,
+    "equal": torch.ones_like,
+}
+"""What a member of a family may have made of the first one's weights."""
+
+
+PACKED, INT8 = Options(packed=True), Options(packed=True, weights="int8")
+QUICK = (("conv_norm", PACKED), ("tied", INT8))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(name, options, marks=() if (name, options) in QUICK else pytest.mark.slow)
+        for name in models.CASES
+        for options in (PACKED, INT8)
+    ],
+)
+def test_a_further_member_is_lowered_as_it_would_be_alone(
+    name: str, options: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = models.export(models.made(name), models.CASES[name][1], tmp_path / "first.pt2")
+    lower(tmp_path / "first.pt2", name, [2, 4], tmp_path / "family", options=options)
+    first = {key: tensor.detach().clone() for key, tensor in program.state_dict.items()}
+    for kind, change in VALUES.items():
+        with torch.no_grad():
+            for key, tensor in program.state_dict.items():
+                tensor.copy_(change(first[key]) if tensor.is_floating_point() else first[key])
+        path, said = tmp_path / f"{kind}.pt2", list[str]()
+        torch.export.save(program, path)
+        member = lower(path, name, [2, 4], tmp_path / "family", said.append, options)
+        if kind == "other":
+            assert not any("tracing" in text for text in said), "its program is traced once"
+        with monkeypatch.context() as patched:
+            patched.setattr(archive, "_last", None)
+            patched.setattr(lowering, "_last", None)
+            alone = lower(path, name, [2, 4], tmp_path / "alone", options=options)
+        assert described(member) == described(alone)
+
+
+def described(lowered: Lowered) -> list[object]:
+    """The program of a lowered model, and the digests of its weights."""
+    (program,) = lowered.weights_path.parent.glob("program-*.json")
+    ranges = weights.stored_ranges(lowered.weights_path, lowered.manifest)
+    return [lowered.manifest, program.read_bytes(), [one.digest for one in ranges]]

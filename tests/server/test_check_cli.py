@@ -85,7 +85,7 @@ def test_an_ensemble_is_checked_with_the_models_of_its_steps(
     tensors = tensor("input", "X", dims="132") + tensor("output", "Y", dims="132")
     ensemble = ["check", str(folder / "pipeline"), "--threads", "1", "--cache", str(folder / "cache")]
     for most_batch, status, text in (
-        (4, 0, "pipeline is an ensemble, and can be served: its steps fit one another"),
+        (4, 0, "pipeline has platform ensemble, and can be served: its steps fit one another"),
         (8, 1, "pipeline cannot be served: step 1 ('wide'): the model takes batches of up to 4, the ensemble 8"),
     ):
         head = f"platform: 'ensemble' max_batch_size: {most_batch}\n"

@@ -14,13 +14,18 @@ from google.protobuf import text_format
 from msgspec.structs import replace
 from tritonclient.utils import InferenceServerException
 
+from cohabit.planner.shapes import Bucket
 from cohabit.server.errors import ExecutionFailed, InvalidRequest, ModelNotFound, RequestTimedOut
+from cohabit.server.frontend.engine_client import EngineClient
 from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.frontend.memory import RequestMemory
+from cohabit.server.frontend.threads import call
+from cohabit.server.frontend.tokenizer_entries import TokenizerEntries
+from cohabit.server.frontend.tokenizers import Tokenizers
 from cohabit.server.ipc.catalog import ModelEntry, ModelState
-from cohabit.server.ipc.model import ENSEMBLE, Array, ModelFootprint, ModelInfo, TensorSpec
+from cohabit.server.ipc.model import ENSEMBLE, Array, ModelFootprint, ModelInfo, ModelKey, TensorSpec
 from cohabit.server.ipc.request import Answer, Request
-from cohabit.server.ipc.statistics import ModelStatistics
+from cohabit.server.ipc.statistics import EngineReport, ModelCounters, ModelStatistics
 from cohabit.server.observe.spans import events_of, stages_of
 from cohabit.server.observe.tracing import Tracer
 from cohabit.server.repository.registry import Registry
@@ -28,6 +33,7 @@ from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import EnsembleSource, ModelSource, Unloadable
 from cohabit.server.triton.ensembles import description_of, steps_of
 from cohabit.server.triton.model_config import ModelConfig
+from cohabit.server.view.live_document import stages_of as stages_of_ensemble
 from tests.support.server import fake_engine, frontends, transport_fakes
 from tests.support.server.clients import PROTOCOLS, Client, connect
 from tests.support.server.ensembles import DIAMOND, TWICE, X, Y, config_text, put, step, tensor
@@ -119,17 +125,17 @@ CASES = [
     (config_text(X + Y, ONE, head=""), "platform is ''; an ensemble has no program"),
     (config_text(X + Y, ONE, head="platform: 'pytorch_pt2'"), "platform is 'pytorch_pt2'; an ensemble has no program"),
     (config_text(X + Y), "there is no step; name the models that it runs"),
-    (config_text(Y, ONE), "there is no input; an ensemble's tensors must be listed"),
-    (config_text(X, ONE), "there is no output; an ensemble's tensors must be listed"),
+    (config_text(Y, ONE), "there is no input; the tensors of an entry without a program must be listed"),
+    (config_text(X, ONE), "there is no output; the tensors of an entry without a program must be listed"),
     (config_text(X + X + Y, ONE), "input 'X' is there twice"),
     (config_text(X + Y + Y, ONE), "output 'Y' is there twice"),
     (config_text("input { data_type: TYPE_FP32 dims: 4 }" + Y, ONE), "an input has no name"),
     (config_text("input { name: 'X' dims: 4 }" + Y, ONE), "input 'X' has no data_type"),
-    (config_text(tensor("input", "X", "STRING") + Y, ONE), "input 'X' is TYPE_STRING; PyTorch models have no string"),
+    (config_text(tensor("input", "X", "STRING") + Y, ONE), "input 'x' is FP32, but input 'X' of the ensemble is BYTES"),
     (config_text(tensor("input", "X", dims="0, 4") + Y, ONE), "input 'X' has dims [0, 4]; 0 is neither a size nor -1"),
     (config_text(X + tensor("output", "Y", dims="-2"), ONE), "output 'Y' has dims [-2]; -2 is neither a size nor -1"),
     (config_text("input { name: 'X' data_type: TYPE_FP32 dims: 4 optional: true }" + Y, ONE),
-     "input 'X' is optional; an ensemble needs all of its inputs"),
+     "input 'X' is optional; an entry without a program needs all of its inputs"),
     (config_text(X + Y, ONE, head="platform: 'ensemble' instance_group { count: 1 }"),
      "an ensemble has no instance_group; set it for the models of its steps"),
     (config_text(X + Y, ONE, head="platform: 'ensemble' model_warmup { name: 'w' }"),
@@ -421,12 +427,16 @@ def test_an_ensemble_to_load_at_the_start_brings_its_steps(tmp_path: Path) -> No
         }
 
 
+def ensembles_of(client: EngineClient) -> Ensembles:
+    return Ensembles(client, TokenizerEntries(Tokenizers(Path("none")), call))
+
+
 class Composed:
     """Ensembles over the fake engine."""
 
     def __init__(self, front_end: FrontEnd) -> None:
         self.front_end = front_end
-        self.ensembles = Ensembles(front_end.client)
+        self.ensembles = ensembles_of(front_end.client)
 
     async def infer(self, name: str, *values: float, timeout_s: float | None = None) -> Array:
         info, memory = self.front_end.client.catalog.require(name), self.front_end.memory
@@ -555,7 +565,7 @@ async def infer_over(engine: transport_fakes.FakeEngine, memory: RequestMemory, 
     info = engine.catalog.require(name)
     with memory.lease() as lease:
         request = replace(front_end.request(lease, info, X=rows(1.0)), **changes)
-        return (await Ensembles(engine).infer(request, info, lease, None)).outputs["Y"].copy()
+        return (await ensembles_of(engine).infer(request, info, lease, None)).outputs["Y"].copy()
 
 
 async def test_steps_without_order_run_at_the_same_time_and_one_failure_ends_the_others() -> None:
@@ -590,13 +600,36 @@ async def test_steps_without_order_run_at_the_same_time_and_one_failure_ends_the
     assert memory.used_bytes == 0
 
 
+async def test_what_each_step_does_is_known_for_the_live_page() -> None:
+    """Of a diamond's steps, those that wait for the same number of steps stand together."""
+    gate = transport_fakes.Gate()
+    sums = transport_fakes.FakeModel(adder(1).info, lambda a, b: {"sum": a + b, "diff": a - b})
+    engine = catalogued(transport_fakes.identity("double", gate=gate), sums, diamond=DIAMOND)
+    ensembles, memory, info = ensembles_of(engine), RequestMemory(1 << 20), engine.catalog.require("diamond")
+    with memory.lease() as lease:
+        request = FrontEnd(engine, memory, None).request(lease, info, X=rows(1.0))
+        answer = asyncio.create_task(ensembles.infer(request, info, lease, None))
+        assert await asyncio.to_thread(gate.entered.acquire, timeout=20)
+        stages = ensembles.stages(info.key)
+        assert [[step.model for step in stage] for stage in stages] == [["double"], ["double"], ["adder"]]
+        assert [stage[0].under_way for stage in stages] == [1, 0, 0]
+        report = EngineReport({ModelKey("double", 1): ModelCounters(ModelStatistics(), pending=1)})
+        ((first,), *_) = stages_of_ensemble(info.key, ensembles, report)
+        assert (first.model, first.running, first.queued, first.took.value) == ("double", 0, 1, None)
+        gate.open()
+        await answer
+    assert [stage[0].under_way for stage in stages] == [0, 0, 0]
+    assert all((stage[0].took_s or 0.0) > 0.0 for stage in stages)
+    assert ensembles.stages(ModelKey("double", 1)) == []
+
+
 async def test_an_answer_that_is_not_sent_yet_counts_with_the_outputs_of_its_steps() -> None:
     """gRPC limits the bytes of answers that a connection does not read."""
     engine, memory = catalogued(transport_fakes.identity("double"), twice=TWICE), RequestMemory(1 << 20)
     info = engine.catalog.require("twice")
     with memory.lease() as lease:
         request = FrontEnd(engine, memory, None).request(lease, info, X=rows(1.0, 2.0))
-        answer = await Ensembles(engine).infer(request, info, lease, None)
+        answer = await ensembles_of(engine).infer(request, info, lease, None)
         assert lease.nbytes == request.inputs["X"].nbytes + answer.outputs["Y"].nbytes == 64
     assert memory.used_bytes == 0
 
@@ -631,6 +664,56 @@ class Replacing(transport_fakes.FakeEngine):
             self._statistics = {self.replaced.key: ModelStatistics()}
             self.catalog.update(ModelEntry("double", self.replaced.version, ModelState.READY, info=self.replaced))
         raise ModelNotFound(*request.model, reason="unloaded")
+
+
+SLOW_S = {"a": 0.5, "b": 2.0, "c": 4.0}
+LATE = {
+    "line": config_text(
+        X + Y, step("a", {"x": "X"}, {"y": "1"}), step("b", {"x": "1"}, {"y": "2"}), step("c", {"x": "2"}, {"y": "Y"})
+    ),
+    "fork": config_text(
+        X + Y + tensor("output", "Z"),
+        step("a", {"x": "X"}, {"y": "1"}), step("b", {"x": "1"}, {"y": "Y"}), step("c", {"x": "1"}, {"y": "Z"}),
+    ),
+    "inner": config_text(X + Y, step("b", {"x": "X"}, {"y": "1"}), step("c", {"x": "1"}, {"y": "Y"})),
+    "outer": config_text(X + Y, step("a", {"x": "X"}, {"y": "1"}), step("inner", {"X": "1"}, {"Y": "Y"})),
+}  # fmt: skip
+
+
+def predicting() -> transport_fakes.FakeEngine:
+    engine = catalogued(*map(transport_fakes.identity, SLOW_S), **LATE)
+    for name, seconds in SLOW_S.items():
+        footprint = ModelFootprint(predicted_s={Bucket(1): seconds, Bucket(8): 3 * seconds})
+        engine.catalog.update(replace(engine.catalog.find(name), footprint=footprint))
+    return engine
+
+
+@pytest.mark.parametrize(("name", "after_s"), [("line", 6.0), ("fork", 4.0), ("outer", 6.0)])
+async def test_the_first_step_leaves_the_others_their_time_and_a_request_without_it_is_refused_there(
+    name: str, after_s: float
+) -> None:
+    engine, memory = predicting(), RequestMemory(1 << 20)
+    first = engine.models[ModelKey("a", 1)]
+    following = rf"; the steps after it take at least {after_s * 1e3:.3g} ms".replace("+", r"\+")
+    late = rf"^ensemble '{name}', step 1 \('a'\): Request timeout expired: .*{following}$"
+    with pytest.raises(RequestTimedOut, match=late):
+        await infer_over(engine, memory, name, timeout_s=after_s)
+    assert not any(model.requests for model in engine.models.values()), "nothing was executed in vain"
+    await infer_over(engine, memory, name, timeout_s=after_s + 5.0)
+    (left_s,) = (request.timeout_s for request in first.requests)
+    assert left_s is not None
+    assert 4.0 < left_s < 5.0
+    assert memory.used_bytes == 0
+
+
+async def test_a_step_that_was_faster_than_predicted_needs_less() -> None:
+    engine, memory = predicting(), RequestMemory(1 << 20)
+    ensembles = ensembles_of(engine)
+    info = engine.catalog.require("line")
+    for timeout_s in (100.0, 3.0):
+        with memory.lease() as lease:
+            request = replace(FrontEnd(engine, memory, None).request(lease, info, X=rows(1.0)), timeout_s=timeout_s)
+            await ensembles.infer(request, info, lease, None)
 
 
 async def test_a_step_whose_model_is_replaced_runs_on_its_successor_and_one_that_is_unloaded_is_refused() -> None:

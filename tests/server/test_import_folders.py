@@ -12,10 +12,13 @@ import pytest
 import torch
 import transformers
 from huggingface_hub import constants
+from safetensors.torch import save_file
 
+from cohabit.server.cli import main
 from cohabit.server.commands.import_model import _default_name
 from cohabit.server.errors import ImportFailed
 from cohabit.server.importing import huggingface
+from cohabit.server.importing.adapter import base_of, merge
 from cohabit.server.importing.exporting import export
 from cohabit.server.importing.folder_files import cached_folder, require_own_files
 from cohabit.server.importing.huggingface_inputs import Lengths
@@ -211,6 +214,135 @@ def clip(folder: str) -> None:
         {"image_size": 16, "patch_size": 8, **sizes},
     )
     save(folder, "CLIPModel", text_config=text, vision_config=vision, projection_dim=4)
+
+
+def test_a_folder_of_models_is_imported_with_a_line_for_each_and_failures_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("c", "a"):
+        tiny(f"tuned/{name}")
+    tiny("tuned/b")
+    Path("tuned/b/config.json").write_text('{"model_type": "no such"}')
+    Path("tuned/notes").mkdir()
+    assert main(["import", "tuned", "--sequence-length", "4"]) == 1
+    out, errors = capsys.readouterr()
+    lines = out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:3]] == ["models/a", "b", "models/c"]
+    assert lines[3].startswith("2 of 3 models imported")
+    assert errors.splitlines()[-1].startswith("b: tuned/b")
+    assert main(["import", "tuned/[ac]*", "--sequence-length", "4", "--replace"]) == 0
+    for arguments, reason in (
+        (["tuned", "tuned/a"], "would both be the entry 'a'"),
+        (["tuned", "--name", "x"], "--name is for one model"),
+    ):
+        assert main(["import", *arguments]) == 2
+        assert reason in " ".join(capsys.readouterr().err.split())
+
+
+LAYER = "encoder.layer.0."
+"""Layers of BERT that adapters of the tests change."""
+
+
+def adapter(folder: str, tensors: Mapping[str, torch.Tensor], **config: Any) -> None:
+    """Write an adapter of the model in the folder `base`, as peft does."""
+    Path(folder).mkdir()
+    named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(named, f"{folder}/adapter_model.safetensors")
+    given = {"peft_type": "LORA", "base_model_name_or_path": "base", "lora_alpha": 6, "r": 3}
+    Path(folder, "adapter_config.json").write_text(json.dumps(given | config))
+
+
+def factors(layer: str, outputs: int, inputs: int, rank: int = 3) -> dict[str, torch.Tensor]:
+    shapes = {"A": (rank, inputs), "B": (outputs, rank)}
+    return {f"{layer}.lora_{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("config", "scale", "word_scale"),
+    [
+        ({}, 2.0, 3.0),
+        ({"use_rslora": True}, 6 / 3**0.5, 6 / 2**0.5),
+        ({"alpha_pattern": {"attention.self.query": 3}}, 1.0, 3.0),
+        ({"alpha_pattern": {"self.key": 3, "layer.1.attention.self.query": 3}}, 2.0, 3.0),
+    ],
+)
+def test_an_adapter_s_weights_are_those_merged_by_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], scale: float, word_scale: float
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny("base")
+    Path("base/tokenizer.json").write_text("the base's")
+    query, head = f"bert.{LAYER}attention.self.query", torch.randn(5, 8)
+    words = {"bert.embeddings.word_embeddings.lora_embedding_A": torch.randn(2, 20)}
+    words["bert.embeddings.word_embeddings.lora_embedding_B"] = torch.randn(8, 2)
+    low, bias = factors(query, 8, 8), torch.randn(8)
+    whole = {"classifier.weight": head, "classifier.bias": torch.zeros(5), f"{query}.bias": bias}
+    adapter("tuned", low | words | whole, task_type="SEQ_CLS", **config)
+    merge(Path("tuned"), base_of(Path("tuned"), None), Path("merged"))
+    base = transformers.BertModel.from_pretrained("base").state_dict()
+    merged = transformers.BertForSequenceClassification.from_pretrained("merged").state_dict()
+    a, b = low.values()
+    expected = {f"bert.{name}": tensor for name, tensor in base.items()} | whole
+    expected[f"{query}.weight"] = base[f"{LAYER}attention.self.query.weight"] + scale * (b @ a)
+    a, b = words.values()
+    expected["bert.embeddings.word_embeddings.weight"] = (
+        base["embeddings.word_embeddings.weight"] + word_scale * (b @ a).T
+    )
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name])
+    assert Path("merged/tokenizer.json").read_text() == "the base's"
+
+
+def test_an_adapter_s_answers_are_those_of_its_layers_beside_the_base_s(imported: Any) -> None:
+    """GPT-2's layers have their inputs first; a convolution's factors are convolutions."""
+    base = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=20, n_embd=8, n_head=2, n_layer=1, n_positions=16)
+    )
+    base.save_pretrained("base")
+    low = factors("transformer.h.0.attn.c_attn", 24, 8)
+    adapter("tuned", low, task_type="CAUSAL_LM", base_model_name_or_path="nowhere/else")
+    imported("tuned", "--base", "base", "--outputs", "logits", "--sequence-length", "4")
+    layer, (a, b) = base.transformer.h[0].attn.c_attn, low.values()
+    layer.register_forward_hook(lambda _, given, result: result + 2 * given[0] @ a.T @ b.T)
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    program = torch.export.load("models/tuned/1/model.pt2").module()
+    found = program(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+    torch.testing.assert_close(found["logits"], base.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "reason"),
+    [
+        ({}, {"peft_type": "IA3"}, "peft_type is IA3; only LORA"),
+        ({}, {"use_dora": True}, "use_dora is not supported"),
+        ({}, {"lora_alpha": "much"}, "Expected `float`, got `str` - at `$.lora_alpha`"),
+        ({}, {"alpha_pattern": {"(a+)+": 1}}, "alpha_pattern has '(a+)+', which is not the end of a layer's name"),
+        ({}, {"init_lora_weights": "pissa"}, "init_lora_weights is pissa, which changes the base's weights"),
+        ({}, {"task_type": "SEQ_2_SEQ_LM"}, "no bert model for task_type SEQ_2_SEQ_LM"),
+        (
+            factors("pooler.dense", 8, 8),
+            {"base_model_name_or_path": None},
+            "does not name the base; give its folder",
+        ),
+        (factors("pooler.dense", 8, 8), {"base_model_name_or_path": "nowhere"}, "--base names another folder"),
+        (factors("pooler.dense", 7, 8), {}, "pooler.dense.weight of shape (7, 8), which has the shape (8, 8)"),
+        (factors("nothing", 8, 8), {}, "nothing is not a layer of the base"),
+        (
+            {"pooler.dense.lora_A.weight": torch.ones(3, 8)},
+            {},
+            "pooler.dense is not a layer of the base with factors",
+        ),
+        ({"pooler.dense.lora_magnitude_vector": torch.ones(8)}, {}, "which is not there in the base"),
+    ],
+)
+def test_an_adapter_that_cannot_be_merged_says_why(
+    tensors: dict[str, torch.Tensor], config: dict[str, Any], reason: str, refused: Any
+) -> None:
+    tiny("base")
+    adapter("tuned", tensors, **config)
+    assert reason in refused("tuned")
 
 
 def test_parts_of_a_configuration_say_what_a_model_of_two_towers_takes(refused: Any) -> None:

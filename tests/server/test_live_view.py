@@ -15,6 +15,7 @@ import pytest
 from cohabit.planner.shapes import Bucket
 from cohabit.server.config.config import ServeConfig
 from cohabit.server.errors import Overloaded
+from cohabit.server.frontend.ensembles import Ensembles
 from cohabit.server.http import live_page
 from cohabit.server.ipc.catalog import Catalog, ModelEntry, ModelState
 from cohabit.server.ipc.model import ArenaExtent, DeviceUse, ModelFootprint, ModelKey
@@ -73,7 +74,7 @@ class Feed:
         serve_config: ServeConfig = config(**changes)
         self.feed = LiveFeed(
             serve_config,
-            client,  # type: ignore[arg-type]
+            Ensembles(client, None),  # type: ignore[arg-type]
             self.tracer,
             lambda: self.draining,
             lambda: self.now_s,

@@ -87,6 +87,19 @@ def test_every_metric_is_there(server: Running) -> None:
     assert found - {name for name in found if name.startswith(("nv_gpu", "nv_energy"))} == TRITONS | OURS
 
 
+def test_histograms_of_a_model_begin_with_its_first_request_except_the_first_model_s() -> None:
+    models = [identity(name, "FP32") for name in ("a", "b")]
+
+    def with_histograms() -> set[str]:
+        return {dict(labels)["model"] for name, labels in scrape(own) if name == "cohabit_compute_seconds_bucket"}
+
+    with running(serving(*models)) as own:
+        assert with_histograms() == {"a"}
+        assert of(scrape(own), "nv_inference_count", model="b", version="1") == 0
+        infer(own, "b", {"inputs": [x()]})
+        assert with_histograms() == {"a", "b"}
+
+
 def test_every_metric_says_what_it_is_before_its_samples(server: Running) -> None:
     text = ask(MetricsPort(server), "GET", "/metrics").body.decode()
     known: set[str] = set()

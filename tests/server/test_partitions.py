@@ -5,6 +5,9 @@ import random
 import pytest
 
 from cohabit.planner.memory import Memory
+from cohabit.runtime.cpu.backend import CpuBackend
+from cohabit.runtime.lowering.weights import BLOCK_BYTES
+from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.partitions import (
     Extent,
     Move,
@@ -155,3 +158,13 @@ def test_moves_end_where_they_should_and_overwrite_no_model(seed: int) -> None:
             assert not step.extent.overlaps(Extent(0, workspace))
             at[step.owner] = step.extent
     assert at == wanted
+
+
+@pytest.mark.parametrize("arena_bytes", [100_000_000, 66_218_092, 1 << 20, 4097])
+def test_partitions_begin_at_whole_blocks_whatever_the_memory(arena_bytes: int) -> None:
+    memory = PartitionedMemory(CpuBackend(), lanes=1)
+    memory.open(arena_bytes)
+    extent = memory.partitions.take("a", BLOCK_BYTES)
+    assert extent is not None
+    assert extent.offset % BLOCK_BYTES == 0
+    assert memory.partitions.arena_bytes <= arena_bytes

@@ -144,7 +144,7 @@ def served(app: Application) -> set[tuple[str, str]]:
 def test_the_document_has_every_route_and_every_route_is_in_the_document(own: Ports) -> None:
     plane = own.plane
     config = ServeConfig(repository=Path("fakes"), memory=FixedSize(1))
-    feed = LiveFeed(config, plane._client, plane.tracer, plane.is_draining)
+    feed = LiveFeed(config, plane.ensembles, plane.tracer, plane.is_draining)
     assert served(make_app(plane, 1, feed=feed)) == set(OPERATIONS)
     assert served(make_app(plane, 1)) == set(OPERATIONS) - PAGES
 

@@ -89,7 +89,7 @@ def test_texts_and_pairs_are_cut_as_the_package_cuts_them(processor: Any) -> Non
         cutting.enable_truncation(most)
         first, others = text(), [text() for _ in range(9)]
         expected_pairs = cutting.encode_batch([(first, other) for other in others])
-        found = loaded.pairs(first, others, most)
+        found = loaded.pairs([first] * len(others), others, most)
         assert [ids.tolist() for ids, _ in found] == [one.ids for one in expected_pairs]
         assert [types.tolist() for _, types in found] == [one.type_ids for one in expected_pairs]
         for adds_special in (True, False):
