@@ -1,4 +1,4 @@
-"""Forms of a linear layer by rows and sizes: which is chosen on this processor, and ONNX Runtime's time beside it.
+"""Forms of a linear layer by rows and sizes: which is chosen in float32, and the times of int8 and ONNX Runtime.
 
 ONNX Runtime is left out where it is not installed (`pip install 'cohabit[bench]'`).
 """
@@ -17,7 +17,8 @@ from rich.progress import track
 
 from benchmarks.record import parser_of, publish, table_of
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.fused_ops import linear_transposed
+from cohabit.runtime.lowering.encoding import int8_kernel
+from cohabit.runtime.lowering.fused_ops import linear_int8, linear_transposed
 from cohabit.runtime.lowering.rewrites.linear_forms import LayerShape, cold_seconds, fastest
 
 ROWS = (1, 8, 40, 128, 256)
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with torch.inference_mode():
         found = [_compared(*cell) for cell in track(cells, "timing", console=Console(stderr=True))]
     has_peer = "ONNX Runtime" in found[0][1]
+    forms = dict.fromkeys(form for _, seconds in found for form in seconds)
     over_packed = [seconds[chosen] / seconds["packed"] for chosen, seconds in found]
     over_peer = [seconds[chosen] / seconds["ONNX Runtime"] for chosen, seconds in found] if has_peer else []
     rows = []
@@ -42,19 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(
             {
                 "rows, in, out": ", ".join(map(str, cell)),
-                **{form: f"{taken_s * 1e6:.1f}" for form, taken_s in seconds.items()},
+                **{form: f"{seconds[form] * 1e6:.1f}" if form in seconds else "-" for form in forms},
                 "chosen": chosen,
                 "over packed": f"{over_packed[number]:.2f}",
                 **({"over ONNX Runtime": f"{over_peer[number]:.2f}"} if has_peer else {}),
             }
         )
     summary = f"Geometric means: chosen over packed {statistics.geometric_mean(over_packed):.2f}"
+    if in_int8 := [seconds["int8"] / seconds[chosen] for chosen, seconds in found if "int8" in seconds]:
+        summary += f", int8 over chosen {statistics.geometric_mean(in_int8):.2f}"
     if has_peer:
         summary += f", over ONNX Runtime {statistics.geometric_mean(over_peer):.2f}"
     about = (
-        "Microseconds of a linear layer with a bias, one thread, float32: the lower quartile over different weights in"
-        f" turns, at least {COLD_BYTES >> 20} MiB of them or {MOST_WEIGHTS}. *Chosen* is what lowering chooses for that"
-        f" number of rows alone. Instruction set: {torch.backends.cpu.get_cpu_capability()}.\n"
+        "Microseconds of a linear layer with a bias, one thread, in float32 or with the weight in int8: the lower"
+        f" quartile over different weights in turns, at least {COLD_BYTES >> 20} MiB of them or {MOST_WEIGHTS}."
+        " *Chosen* is the form in float32 that lowering chooses for that number of rows alone. Instruction set:"
+        f" {torch.backends.cpu.get_cpu_capability()}.\n"
     )
     publish(
         options, "Forms of a linear layer on this processor", [about, table_of(rows, shown=False), f"{summary}.\n"]
@@ -74,6 +79,9 @@ def _compared(rows: int, inputs: int, outputs: int) -> tuple[str, dict[str, floa
             partial(packing.LINEAR, x, packing.pack_linear(w, [rows]), bias, "none", [], "") for w in weights
         ],
     }
+    if int8_kernel.takes(outputs, inputs):
+        terms = torch.stack([torch.ones(outputs), bias])
+        calls["int8"] = [partial(linear_int8, x, w.to(torch.int8), terms) for w in weights]
     if find_spec("onnxruntime") is not None:
         calls["ONNX Runtime"] = [_onnx(x, w, bias) for w in weights]
     multiplications = rows * inputs * outputs

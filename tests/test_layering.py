@@ -45,6 +45,7 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "planner": ({"planner"}, {"msgspec", "numpy", "numba", "scipy"}),
     "planner.tiling": ({"planner.tiling", "planner.errors", "planner.parts"}, {"numpy", "scipy"}),
     "runtime": ({"runtime"} | WORDS, {"msgspec", "numpy", "torch", "pynvml"}),
+    "runtime.lowering.encoding.int8_code": (set(), {"llvmlite"}),
     "runtime.lowering.rows": ({"runtime.lowering"}, {"sympy", "torch"}),
     "runtime.training": (
         {"runtime", "planner.search.registry"} | WORDS,

@@ -15,6 +15,8 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.cpu.arena import CpuArena
 from cohabit.runtime.cpu.executor import CpuExecutor
 from cohabit.runtime.heap import KEPT_BYTES, keep_freed_memory
+from cohabit.runtime.lowering.encoding.int8_kernel import kernel
+from cohabit.runtime.lowering.fused_ops import INT8_OPS
 from cohabit.runtime.lowering.lower import Lowered, NotCached
 from cohabit.runtime.lowering.packing import processor
 from cohabit.runtime.lowering.weights import BLOCK_BYTES, Manifest
@@ -119,6 +121,8 @@ class CpuBackend(Backend):
         store: HostStore[Bytes],
     ) -> Program:
         self.keep_activations(plan)
+        if any(call.target in INT8_OPS for call in lowered.traces[max(lowered.buckets)].instructions):
+            kernel()
         return build(lowered, plan, profile, arena, bases, store)
 
     def keep_activations(self, plan: Plan) -> None:

@@ -86,7 +86,7 @@ class LoweredProgram(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     changed_inputs: tuple[str, ...] = ()
     validation: Validation | None = None
     encoding: Encoding | None = None
-    saved_table_bytes: int = 0
+    saved_bytes: int = 0
     format_version: int = FORMAT_VERSION
 
 

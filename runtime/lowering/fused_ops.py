@@ -6,11 +6,13 @@ option of the model. Both read and write the same tensors: a model's graph and p
 `window` is stride, padding, dilation and groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from cohabit.runtime.lowering.encoding import int8_kernel
 from cohabit.runtime.lowering.packing import CONVOLUTION, CONVOLUTION_SUM, LINEAR, LINEAR_SUM
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -55,6 +57,54 @@ def linear_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     rows = x.reshape(-1, x.shape[-1])
     result = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[1])
+
+
+def linear_int8(x: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor, *activation: Any) -> torch.Tensor:
+    """Return `activation(linear(x))`, given the weight in int8, and outputs' scales and biases in `terms` [2, out]."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    result = activated(int8_kernel.product(rows, weight, terms), *activation)
+    return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[0])
+
+
+def linear_int8_add(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor, operation: str
+) -> torch.Tensor:
+    """Return `linear(x) + other`, given operands as for `linear_int8`."""
+    return linear_int8(x, weight, terms).add_(other)
+
+
+def conv1x1_int8(x: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor, *activation: Any) -> torch.Tensor:
+    """Return `activation(conv2d(x))`, channels last, given operands as for `linear_int8`."""
+    return linear_int8(x.permute(0, 2, 3, 1), weight, terms, *activation).permute(0, 3, 1, 2)
+
+
+def conv1x1_int8_add(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor, operation: str
+) -> torch.Tensor:
+    """Return `conv2d(x) + other`, channels last, given operands as for `linear_int8`."""
+    result = linear_int8(x.permute(0, 2, 3, 1), weight, terms).add_(other.permute(0, 2, 3, 1))
+    return result.permute(0, 3, 1, 2)
+
+
+def activated(
+    y: torch.Tensor, name: str = "none", scalars: Sequence[float] = (), algorithm: str = ""
+) -> torch.Tensor:
+    """Apply an activation function, as oneDNN names it, to a tensor, which may be changed."""
+    if name == "none":
+        return y
+    if name == "gelu":
+        return torch.nn.functional.gelu(y, approximate=algorithm)
+    if name == "leaky_relu":
+        return torch.nn.functional.leaky_relu_(y, scalars[0])
+    return _IN_PLACE[name](y)
+
+
+_IN_PLACE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+    "swish": partial(torch.nn.functional.silu, inplace=True),
+    "hardswish": partial(torch.nn.functional.hardswish, inplace=True),
+}
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -148,8 +198,13 @@ PLAIN: dict[Callable[..., torch.Tensor], Callable[..., torch.Tensor]] = {
     conv_add_relu: plain_conv_add_relu,
 }
 """The plain version of each fused op."""
+INT8_OPS: tuple[Callable[..., torch.Tensor], ...] = (
+    *(linear_int8, linear_int8_add),
+    *(conv1x1_int8, conv1x1_int8_add),
+)
 FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (
     *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel),
+    *INT8_OPS,
     *(linear_transposed, rms_norm, short_attention, joined_attention, rows_of_tables),
     *PLAIN,
 )

@@ -343,11 +343,7 @@ class OneDnnKernels:
         return pixels and _is_1x1(model, layer)
 
     def _sizes(self, layer: fx.Node) -> list[tuple[int, ...]]:
-        """Return the input size of a layer in each planned shape; empty if the export did not record it."""
-        value = layer.args[0].meta.get("val") if isinstance(layer.args[0], fx.Node) else None
-        if not isinstance(value, torch.Tensor) or value.dim() < 2:
-            return []
-        return [tuple(_size_of(d, symbols) for d in value.shape) for symbols in self._symbols]
+        return sizes_of(layer, self._symbols)
 
     def _layouts(self, model: FxModel, conv: fx.Node) -> int:
         """Return the number of layouts that oneDNN wants for a convolution's weight in the planned shapes."""
@@ -380,6 +376,14 @@ def _is_1x1(model: FxModel, conv: fx.Node) -> bool:
     """Whether a convolution is pointwise, which is a linear layer in channels-last layout."""
     weight = model.weight_of(conv.args[1])
     return weight is not None and weight.shape[2:] == (1, 1) and _window(conv) == [[1, 1], [0, 0], [1, 1], 1]
+
+
+def sizes_of(layer: fx.Node, shapes: Sequence[Mapping[str, int]]) -> list[tuple[int, ...]]:
+    """Return the size of a layer's input in each shape, given by its symbols; empty if the export did not record it."""
+    value = layer.args[0].meta.get("val") if isinstance(layer.args[0], fx.Node) else None
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return []
+    return [tuple(_size_of(d, symbols) for d in value.shape) for symbols in shapes]
 
 
 def _size_of(dim: Any, symbols: Mapping[str, int]) -> int:

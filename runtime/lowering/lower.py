@@ -22,6 +22,7 @@ from cohabit.runtime.errors import UnsupportedModel
 from cohabit.runtime.lowering import artifact, packing, weights
 from cohabit.runtime.lowering.archive_file import ArchiveFile, noted_fingerprint, notes_of
 from cohabit.runtime.lowering.encoding.choice import Encoding, encode_lossy, exact_codecs, shorten_tables
+from cohabit.runtime.lowering.encoding.int8_layers import int8_layers
 from cohabit.runtime.lowering.interaction import find_interaction, tolerance_of
 from cohabit.runtime.lowering.model import FxModel, Port
 from cohabit.runtime.lowering.rewrite import RewriteFailed, rewrite
@@ -40,7 +41,7 @@ _INT8_BATCH: Final = 8
 """Batch for which weights in int8 are packed, whatever batches are planned."""
 _CHECKED_BATCHES = 2
 """Number of batch sizes that are traced at several shapes per bucket. Two suffice: torch specialises only batch 1."""
-_LOWERING = "26"
+_LOWERING = "27"
 """Version of lowering. It changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 _OF_THE_FILE = frozenset({"lowering", "weights", "traces", "format_version"})
@@ -75,8 +76,8 @@ class Lowered:
     """How the program was compared with the archive's; None if it is not from an archive."""
     encoding: Encoding | None = None
     """How weights are rounded; None if they are exact."""
-    saved_table_bytes: int = 0
-    """Bytes that encoding saves in tables."""
+    saved_bytes: int = 0
+    """Bytes that encoding saves in tables, and in weights that compute in int8."""
 
     @cached_property
     def graphs(self) -> dict[Bucket, Graph]:
@@ -108,7 +109,7 @@ class Lowered:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all weights, however they are stored."""
-        return self.manifest.segment_bytes + self.manifest.table_bytes + self.saved_table_bytes
+        return self.manifest.segment_bytes + self.manifest.table_bytes + self.saved_bytes
 
     @property
     def archive(self) -> str:
@@ -207,11 +208,13 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
     codecs, encoding = exact_codecs(runs.own), None
     if entry.options.weights != "float32":
         on_progress(f"{name}: comparing weights in {entry.options.weights} with exact ones")
-        run = partial(_outputs_of, runs.model, samples)
+        run = partial(_outputs_of, samples)
         asked, unchecked = entry.options.weights, validation.unchecked
-        lossy, encoding = encode_lossy(runs.model, runs.own, asked, run, unchecked)
+        computing = _int8_layers(runs, entry)
+        lossy, encoding = encode_lossy(runs.model, runs.own, asked, run, unchecked, computing)
         codecs |= lossy
-        runs = _Runs(runs.model, runs.own, runs.buckets, runs.applied)  # trace again: encoded tables change the ops
+        # Trace again: encoded tables and layers in int8 change the ops.
+        runs = _Runs(runs.model, own_storages(runs.model.weights), runs.buckets, runs.applied)
     model, own = runs.model, runs.own
     interaction, traces = _traced(name, runs, program, entry, on_progress)
     # Lay weights out in the order in which the smallest bucket's ops read them. An undamaged file with the same
@@ -239,7 +242,7 @@ def _lower(archive: ArchiveFile, name: str, entry: "Entry", on_progress: Callabl
         changed_inputs=model.changed_inputs,
         validation=validation,
         encoding=encoding,
-        saved_table_bytes=model.saved_table_bytes,
+        saved_bytes=model.saved_bytes,
     )
     # The program file comes last: it names the weights file and completes the cache entry.
     archive.refuse_change()
@@ -276,6 +279,14 @@ def _validated(
         return runs, msgspec.structs.replace(validation, left_out=left_out), samples
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
+
+
+def _int8_layers(runs: "_Runs", entry: "Entry") -> frozenset[str]:
+    """Return the weights whose layers are to compute in int8; none without the kernels of a CPU."""
+    if entry.options.weights != "int8" or not entry.options.packed:
+        return frozenset()
+    model = runs.model
+    return int8_layers(model, [_symbols(model, b) for b in _packed_for(model, entry.options, runs.buckets)])
 
 
 class _Traced(NamedTuple):
@@ -338,7 +349,7 @@ def _form_of(runs: "_Runs", entry: "Entry") -> str:
 
 
 def _outputs_of(
-    model: FxModel, samples: Sequence[Sample], weights: Mapping[str, torch.Tensor]
+    samples: Sequence[Sample], model: FxModel, weights: Mapping[str, torch.Tensor]
 ) -> list[list[torch.Tensor]]:
     """Return a model's outputs on the samples that have no NaN and no infinity, computed with these weights."""
     ordinary = [sample.inputs for sample in samples if not sample.broken]

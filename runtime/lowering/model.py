@@ -60,8 +60,8 @@ class FxModel:
     changed_inputs: tuple[str, ...] = ()
     """Inputs that the exported program changes in place; the functional one leaves them unchanged."""
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
-    saved_table_bytes: int = 0
-    """Bytes that encoding saves in tables."""
+    saved_bytes: int = 0
+    """Bytes that encoding saves in tables, and in weights that compute in int8."""
     mixing: str | None = None
     """The op that mixes the rows of a batch; None if they are shown to be independent, or there is no batch."""
     folder: Path | None = None

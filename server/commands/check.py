@@ -18,7 +18,12 @@ from cohabit.server.repository.scan import find, require_archive
 if TYPE_CHECKING:
     from cohabit.server.deploy.servability import MemoryReport, ServabilityReport
 
-_FORMS = {"plain": "with weights as exported", "transposed": "transposed", "packed": "packed for oneDNN"}
+_FORMS = {
+    "plain": "with weights as exported",
+    "transposed": "transposed",
+    "packed": "packed for oneDNN",
+    "int8": "in int8",
+}
 """Forms of linear layers, as text."""
 _LARGEST_TOLERANCE = 0.05
 """Of any type: a larger difference was accepted because the archive's own output changes as much by rounding."""

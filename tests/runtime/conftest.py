@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cohabit.runtime.lowering import fusion
+from cohabit.runtime.lowering.encoding import int8_layers
 from cohabit.runtime.lowering.lower import Lowered
 from tests.support.runtime import models
 
@@ -29,6 +30,7 @@ def one_thread() -> Iterator[None]:
 def _packed_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have linear layers take the form that does not depend on how fast this machine is."""
     monkeypatch.setattr(fusion, "fastest", lambda shape: "packed" if shape.packs else "plain")
+    monkeypatch.setattr(int8_layers, "computes_in_int8", lambda shape: False)
 
 
 @pytest.fixture(scope="session")

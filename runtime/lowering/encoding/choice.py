@@ -5,7 +5,7 @@ exact weights, and weights that change outputs too much stay exact.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -14,6 +14,7 @@ import torch
 
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.encoding.codec import Bytes, Codec, decoding, encode, exact_codec
+from cohabit.runtime.lowering.encoding.int8_layers import by_row, compute_in_int8, copied
 from cohabit.runtime.lowering.interaction import comparable, difference
 from cohabit.runtime.lowering.model import FxModel, Port, table_of
 from cohabit.runtime.lowering.weights import bytes_of
@@ -22,11 +23,10 @@ LEAST_NUMBERS: Final = 4096
 """Smaller weights (in numbers) are stored as they are: their copies are dominated by latency."""
 LEAST_COSINE: Final = 0.999
 """Minimum cosine similarity of each output with lossy weights and with exact ones."""
-_LEAST_SCALE: Final = 1e-38
 
 aten = torch.ops.aten
 Tensors = Mapping[str, torch.Tensor]
-Run = Callable[[Tensors], list[list[torch.Tensor]]]
+Run = Callable[[FxModel, Tensors], list[list[torch.Tensor]]]
 """Returns a model's outputs with these weights, for each of a few inputs."""
 
 
@@ -69,27 +69,34 @@ def _is_large(tensor: torch.Tensor) -> bool:
 
 
 def encode_lossy(
-    model: FxModel, weights: Tensors, asked: Codec, run: Run, unchecked: str | None
+    model: FxModel, weights: Tensors, asked: Codec, run: Run, unchecked: str | None, computing: Collection[str]
 ) -> tuple[dict[str, Codec], Encoding]:
-    """Encode a model's tables, and return the codecs of its other weights, and the accuracy of both.
+    """Encode a model's tables and its layers that compute in int8, and return other weights' codecs and the accuracy.
 
     `run` returns the outputs with given weights and the model's tables; an empty list if outputs cannot be compared.
+    `computing` has the weights whose layers are to compute in int8.
     """
-    expected, tables = run(weights), dict(model.tables)
+    expected, tables = run(model, weights), dict(model.tables)
     model.tables = {name: _rounded_table(table, asked) for name, table in tables.items()}
-    is_accurate = _least(_accuracies(model.outputs, run(weights), expected)) >= LEAST_COSINE
+    is_accurate = _least(_accuracies(model.outputs, run(model, weights), expected)) >= LEAST_COSINE
     model.tables = tables
     if is_accurate:
         encode_tables(model, lambda table: asked if _can_be(table, asked) else "plain")
     else:
         shorten_tables(model)
-    codecs, outputs, exact = _lossy_codecs(weights, asked, run, expected, model.outputs)
+    codecs, outputs, exact = _lossy_codecs(model, weights, asked, run, expected, computing)
+    compute_in_int8(model, [name for name in codecs if name in computing])
     kept = exact if is_accurate else (*tables, *exact)
     return codecs, Encoding(asked, outputs, kept, unchecked)
 
 
 def _lossy_codecs(
-    weights: Tensors, asked: Codec, run: Run, expected: list[list[torch.Tensor]], ports: Sequence[Port]
+    model: FxModel,
+    weights: Tensors,
+    asked: Codec,
+    run: Run,
+    expected: list[list[torch.Tensor]],
+    computing: Collection[str],
 ) -> tuple[dict[str, Codec], tuple[OutputAccuracy, ...], tuple[str, ...]]:
     """Return the codecs of the weights that may be lossy, the outputs' accuracy, and the weights that stay exact.
 
@@ -99,11 +106,13 @@ def _lossy_codecs(
     lossy = {name: t for name, t in weights.items() if t.dim() > 1 and _is_large(t) and _can_be(t, asked)}
 
     def accuracy(names: Sequence[str]) -> tuple[OutputAccuracy, ...]:
-        changed = {name: _round_trip(lossy[name], asked) for name in names}
+        changed = {name: _round_trip(lossy[name], asked) for name in names if name not in computing}
         memory = [raw for _, raw in changed.values()]  # packed tensors do not own their bytes
-        found = run({**weights, **{name: tensor for name, (tensor, _) in changed.items()}})
+        trial = copied(model)
+        compute_in_int8(trial, [name for name in names if name in computing])
+        found = run(trial, {**weights, **trial.weights, **{name: tensor for name, (tensor, _) in changed.items()}})
         del memory
-        return _accuracies(ports, found, expected)
+        return _accuracies(model.outputs, found, expected)
 
     names, outputs = list(lossy), accuracy(list(lossy))
     if _least(outputs) < LEAST_COSINE:
@@ -189,11 +198,11 @@ def encode_tables(model: FxModel, choose: Callable[[torch.Tensor], Codec]) -> No
         before = sum(t.nbytes for t in model.tables.values())
         del model.tables[name]
         if codec == "int8":
-            multiples, model.tables[f"{name}.scales"] = _by_row(table)
+            multiples, model.tables[f"{name}.scales"] = by_row(table)
             model.tables[f"{name}.{codec}"] = model.in_file(multiples)
         else:
             model.tables[f"{name}.{codec}"] = model.in_file(table.to(getattr(torch, codec)))
-        model.saved_table_bytes += before - sum(t.nbytes for t in model.tables.values())
+        model.saved_bytes += before - sum(t.nbytes for t in model.tables.values())
         for node in nodes:
             _decode_rows(model, node, name, codec)
 
@@ -203,15 +212,9 @@ def _rounded_table(table: torch.Tensor, codec: Codec) -> torch.Tensor:
     if table.dtype is not torch.float32 or not _can_be(table, codec):
         return table
     if codec == "int8":
-        multiples, scales = _by_row(table)
+        multiples, scales = by_row(table)
         return multiples * scales
     return table.to(getattr(torch, codec)).float()
-
-
-def _by_row(table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a table in int8, and the scale of each row."""
-    scales = table.abs().amax(1, keepdim=True) / 127
-    return (table / scales.clamp(min=_LEAST_SCALE)).round().to(torch.int8), scales
 
 
 def _decode_rows(model: FxModel, node: torch.fx.Node, name: str, codec: Codec) -> None:

@@ -7,21 +7,22 @@ form is timed over several weights in turns.
 """
 
 import itertools
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import msgspec
 import torch
 
 from cohabit.runtime.choices import chosen
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.fused_ops import linear_transposed
+from cohabit.runtime.lowering.fused_ops import INT8_OPS, activated, linear_int8, linear_transposed
 
-Form = Literal["plain", "transposed", "packed"]
+Form = Literal["plain", "transposed", "packed", "int8"]
+_FLOATS: Final[tuple[Form, ...]] = ("plain", "transposed", "packed")
+_IN_INT8: Final[tuple[Form, ...]] = ("int8", "packed", "plain")
 _COLD_BYTES: Final = 8 << 20
 """Bytes of different weights that a form is timed with, unless one weight is larger."""
 _MOST_WEIGHTS: Final = 32
@@ -35,10 +36,7 @@ _SECONDS: Final = 4e-3
 _LEAST_CALLS: Final = 4
 _WORTH: Final = 0.9
 """A form replaces the one before it, in the order packed, plain, transposed, at this fraction of its time or less. A
-smaller gain may be noise."""
-
-Tail = Callable[[torch.Tensor], torch.Tensor]
-"""Applies the op after a layer to the layer's result, which may be changed in place."""
+smaller gain may be noise. The same holds for packed after int8, which takes less memory."""
 
 
 class LayerShape(msgspec.Struct, frozen=True):
@@ -64,62 +62,92 @@ def fastest(shape: LayerShape) -> Form:
     timed = [number for number in shape.rows if number * shape.inputs * shape.outputs <= _MOST_MULTIPLICATIONS]
     if not timed:
         return "packed" if shape.packs else "plain"
-    return chosen(packing.machine(), ["linear", shape], get_args(Form), partial(_measured, shape, timed))
+    return chosen(packing.machine(), ["linear", shape], _FLOATS, partial(_measured, shape, timed))
+
+
+@cache
+def computes_in_int8(shape: LayerShape) -> bool:
+    """Whether a layer is faster with its weight in int8 than as it is, packed or plain; measured once on a machine.
+
+    Large products are measured with fewer rows.
+    """
+    most = max(1, _MOST_MULTIPLICATIONS // (4 * shape.inputs * shape.outputs))
+    timed = sorted({min(number, most) for number in shape.rows})
+    return chosen(packing.machine(), ["int8", shape], _IN_INT8, partial(_measured_in_int8, shape, timed)) == "int8"
 
 
 def _measured(shape: LayerShape, timed: Sequence[int]) -> Form:
+    seconds = _seconds_of(shape, timed, _FLOATS if shape.packs else _FLOATS[:2])
+    # Each form must clearly beat the one before it.
+    best: Form = "transposed" if seconds["transposed"] <= _WORTH * seconds["plain"] else "plain"
+    return best if not shape.packs or seconds[best] <= _WORTH * seconds["packed"] else "packed"
+
+
+def _measured_in_int8(shape: LayerShape, timed: Sequence[int]) -> Form:
+    other: Form = "packed" if shape.packs else "plain"
+    seconds = _seconds_of(shape, timed, ("int8", other))
+    return other if seconds[other] <= _WORTH * seconds["int8"] else "int8"
+
+
+def _seconds_of(shape: LayerShape, timed: Sequence[int], forms: Sequence[Form]) -> dict[Form, float]:
+    """Return the total time of each form over these row counts."""
     inputs, outputs, fused = shape.inputs, shape.outputs, shape.fused
     # Few row counts, and enough weights that none stays in the cache.
     timed = timed[:: -(-len(timed) // _MOST_ROWS)]
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (4 * inputs * outputs)))
     generator = torch.Generator().manual_seed(0)
     weights = [torch.randn(outputs, inputs, generator=generator) for _ in range(count)]
-    bias = torch.zeros(outputs) if shape.has_bias else None
-    packed = [packing.pack_linear(weight, shape.rows) for weight in weights] if shape.packs else []
-    transposed = [weight.t().contiguous() for weight in weights]
-    name, scalars, algorithm = fused or ("none", (), "")
-    plain_s = transposed_s = packed_s = 0.0
-    for number in timed:
-        x, other = torch.randn(number, inputs, generator=generator), torch.zeros(number, outputs)
-        tail = _tail(fused, other if shape.adds else None)
-
-        def by_plain(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
-            return tail(torch.nn.functional.linear(x, weight, bias))
-
-        def by_transposed(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
-            return tail(linear_transposed(x, weight, bias))
-
-        def by_onednn(weight: torch.Tensor, x: torch.Tensor = x, other: torch.Tensor = other) -> torch.Tensor:
-            if shape.adds:
-                result: torch.Tensor = packing.LINEAR_SUM(x, other, weight, bias, "add")
-            else:
-                result = packing.LINEAR(x, weight, bias, name, list(scalars), algorithm)
-            return result
-
-        plain_s += cold_seconds([partial(by_plain, weight) for weight in weights])
-        transposed_s += cold_seconds([partial(by_transposed, weight) for weight in transposed])
-        packed_s += cold_seconds([partial(by_onednn, weight) for weight in packed]) if packed else math.inf
-    # Each form must clearly beat the one before it.
-    best: Form = "transposed" if transposed_s <= _WORTH * plain_s else "plain"
-    best_s = transposed_s if best == "transposed" else plain_s
-    return best if best_s <= _WORTH * packed_s else "packed"
+    seconds = dict.fromkeys(forms, 0.0)
+    for form in forms:
+        bias = torch.zeros(outputs) if shape.has_bias else None
+        terms = torch.zeros(2, outputs) if form == "int8" else bias
+        operands = [_stored(form, weight, shape.rows) for weight in weights]
+        for number in timed:
+            x = torch.randn(number, inputs, generator=generator)
+            other = torch.zeros(number, outputs) if shape.adds else None
+            own = [
+                partial(_compute, form, x, weight, terms, other, fused or ("none", (), "")) for weight in operands
+            ]
+            seconds[form] += cold_seconds(own)
+    return seconds
 
 
-def _tail(fused: tuple[str, tuple[float, ...], str] | None, other: torch.Tensor | None) -> Tail:
-    if other is not None:
-        return lambda y: y.add_(other)
-    if fused is None:
-        return lambda y: y
-    name, scalars, algorithm = fused
-    if name == "gelu":
-        return partial(torch.nn.functional.gelu, approximate=algorithm)
-    if name == "leaky_relu":
-        return partial(torch.nn.functional.leaky_relu, negative_slope=scalars[0], inplace=True)
-    in_place = {"sigmoid": torch.sigmoid_, "tanh": torch.tanh_}
-    if name in in_place:
-        return in_place[name]
-    functions = {"swish": torch.nn.functional.silu, "hardswish": torch.nn.functional.hardswish}
-    return partial(functions[name], inplace=True)
+def _stored(form: Form, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return a weight as a form reads it; in int8 without its scale, which takes no time."""
+    if form == "packed":
+        return packing.pack_linear(weight, rows)
+    if form == "int8":
+        return weight.to(torch.int8)
+    return weight.t().contiguous() if form == "transposed" else weight
+
+
+def _compute(
+    form: Form,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    terms: torch.Tensor | None,
+    other: torch.Tensor | None,
+    activation: tuple[str, tuple[float, ...], str],
+) -> torch.Tensor:
+    """Compute a layer, and the sum or activation function after it. `terms` is the bias; see `linear_int8` for int8."""
+    if form == "packed":
+        name, scalars, algorithm = activation
+        result: torch.Tensor
+        if other is None:
+            result = packing.LINEAR(x, weight, terms, name, list(scalars), algorithm)
+        else:
+            result = packing.LINEAR_SUM(x, other, weight, terms, "add")
+        return result
+    if form == "int8":
+        assert terms is not None
+        y = linear_int8(x, weight, terms)
+    else:
+        y = (
+            linear_transposed(x, weight, terms)
+            if form == "transposed"
+            else torch.nn.functional.linear(x, weight, terms)
+        )
+    return activated(y, *activation) if other is None else y.add_(other)
 
 
 def cold_seconds(calls: Sequence[Callable[[], object]], seconds: float = _SECONDS) -> float:
@@ -144,5 +172,6 @@ def forms_of(targets: Iterable[Callable[..., object]]) -> dict[Form, int]:
         packing.LINEAR_SUM: "packed",
         linear_transposed: "transposed",
         torch.ops.aten.linear.default: "plain",
+        **dict.fromkeys(INT8_OPS, "int8"),
     }
     return dict(Counter(forms[target] for target in targets if target in forms))
