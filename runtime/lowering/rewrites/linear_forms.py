@@ -19,12 +19,12 @@ import torch
 
 from cohabit.runtime.choices import chosen
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.fused_ops import linear_transposed
+from cohabit.runtime.lowering.fused_ops import LEAST_BY_COLUMNS, linear_by_columns, linear_transposed
 
 Form = Literal["plain", "transposed", "packed"]
-_COLD_BYTES: Final = 8 << 20
-"""Bytes of different weights that a form is timed with, unless one weight is larger."""
-_MOST_WEIGHTS: Final = 32
+_COLD_BYTES: Final = 32 << 20
+"""Bytes of different weights that a form is timed with, unless one weight is larger. Fewer stay in large caches."""
+_MOST_WEIGHTS: Final = 64
 _MOST_MULTIPLICATIONS: Final = 1 << 29
 """Products with more multiplications are not timed: they are compute-bound, which makes all forms alike, and would take
 most of a first start."""
@@ -48,6 +48,8 @@ class LayerShape(msgspec.Struct, frozen=True):
     outputs: int
     rows: tuple[int, ...]
     """Ascending."""
+    lengths: tuple[int, ...]
+    """Rows of one request, such as its tokens, for each of `rows`."""
     has_bias: bool
     fused: tuple[str, tuple[float, ...], str] | None
     """The activation function that the packed form includes, as oneDNN names it, with its arguments."""
@@ -60,31 +62,37 @@ class LayerShape(msgspec.Struct, frozen=True):
 
 @cache
 def fastest(shape: LayerShape) -> Form:
-    """Return the form with the least total time over the rows, which is measured once on a machine."""
-    timed = [number for number in shape.rows if number * shape.inputs * shape.outputs <= _MOST_MULTIPLICATIONS]
+    """Return the form with the least total time over the rows, which is measured once on a machine.
+
+    Times are divided by the requests' lengths: a text has a step for each token, but one for many of its prompt.
+    """
+    most = _MOST_MULTIPLICATIONS // (shape.inputs * shape.outputs)
+    timed = [(number, length) for number, length in zip(shape.rows, shape.lengths, strict=True) if number <= most]
     if not timed:
         return "packed" if shape.packs else "plain"
     return chosen(packing.machine(), ["linear", shape], get_args(Form), partial(_measured, shape, timed))
 
 
-def _measured(shape: LayerShape, timed: Sequence[int]) -> Form:
+def _measured(shape: LayerShape, timed: Sequence[tuple[int, int]]) -> Form:
+    """`timed` are row counts, each with the length of a request."""
     inputs, outputs, fused = shape.inputs, shape.outputs, shape.fused
     # Few row counts, and enough weights that none stays in the cache.
     timed = timed[:: -(-len(timed) // _MOST_ROWS)]
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (4 * inputs * outputs)))
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(outputs, inputs, generator=generator) for _ in range(count)]
+    weights = list(torch.full((count, outputs, inputs), 1 / inputs))
     bias = torch.zeros(outputs) if shape.has_bias else None
     packed = [packing.pack_linear(weight, shape.rows) for weight in weights] if shape.packs else []
-    transposed = [weight.t().contiguous() for weight in weights]
+    transposed = [weight.view(inputs, outputs) for weight in weights]
     name, scalars, algorithm = fused or ("none", (), "")
-    plain_s = transposed_s = packed_s = 0.0
-    for number in timed:
+    seconds: dict[Form, float] = dict.fromkeys(get_args(Form), 0.0)
+    for number, length in timed:
         x, other = torch.randn(number, inputs, generator=generator), torch.zeros(number, outputs)
         tail = _tail(fused, other if shape.adds else None)
 
         def by_plain(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
-            return tail(torch.nn.functional.linear(x, weight, bias))
+            layer = linear_by_columns if weight.numel() >= LEAST_BY_COLUMNS else torch.nn.functional.linear
+            return tail(layer(x, weight, bias))
 
         def by_transposed(weight: torch.Tensor, x: torch.Tensor = x, tail: Tail = tail) -> torch.Tensor:
             return tail(linear_transposed(x, weight, bias))
@@ -96,13 +104,16 @@ def _measured(shape: LayerShape, timed: Sequence[int]) -> Form:
                 result = packing.LINEAR(x, weight, bias, name, list(scalars), algorithm)
             return result
 
-        plain_s += cold_seconds([partial(by_plain, weight) for weight in weights])
-        transposed_s += cold_seconds([partial(by_transposed, weight) for weight in transposed])
-        packed_s += cold_seconds([partial(by_onednn, weight) for weight in packed]) if packed else math.inf
+        calls: dict[Form, list[Callable[[], object]]] = {
+            "plain": [partial(by_plain, weight) for weight in weights],
+            "transposed": [partial(by_transposed, weight) for weight in transposed],
+            "packed": [partial(by_onednn, weight) for weight in packed],
+        }
+        for form, own in calls.items():
+            seconds[form] += cold_seconds(own) / length if own else math.inf
     # Each form must clearly beat the one before it.
-    best: Form = "transposed" if transposed_s <= _WORTH * plain_s else "plain"
-    best_s = transposed_s if best == "transposed" else plain_s
-    return best if best_s <= _WORTH * packed_s else "packed"
+    best: Form = "transposed" if seconds["transposed"] <= _WORTH * seconds["plain"] else "plain"
+    return best if seconds[best] <= _WORTH * seconds["packed"] else "packed"
 
 
 def _tail(fused: tuple[str, tuple[float, ...], str] | None, other: torch.Tensor | None) -> Tail:
@@ -142,6 +153,7 @@ def forms_of(targets: Iterable[Callable[..., object]]) -> dict[Form, int]:
     forms: dict[object, Form] = {
         packing.LINEAR: "packed",
         packing.LINEAR_SUM: "packed",
+        linear_by_columns: "plain",
         linear_transposed: "transposed",
         torch.ops.aten.linear.default: "plain",
     }
