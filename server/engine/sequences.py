@@ -392,8 +392,7 @@ class Sequences:
                 " first request of the sequence. No such sequence is known: a sequence is forgotten when it ends, after"
                 f" {self._rules.idle_s:g} s without a request (max_sequence_idle_microseconds), earlier if other"
                 " sequences need its memory (--queue-memory), and when the model is reloaded with other weights or the"
-                " engine restarts;"
-                " begin it again with sequence_start"
+                " engine restarts; begin it again with sequence_start"
             )
         return known
 
