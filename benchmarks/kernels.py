@@ -18,7 +18,7 @@ from rich.progress import track
 from benchmarks.record import parser_of, publish, table_of
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.encoding import int8_kernel
-from cohabit.runtime.lowering.fused_ops import linear_int8, linear_transposed
+from cohabit.runtime.lowering.fused_ops import linear_by_columns, linear_int8, linear_transposed
 from cohabit.runtime.lowering.rewrites.linear_forms import LayerShape, cold_seconds, fastest
 
 ROWS = (1, 8, 40, 128, 256)
@@ -73,7 +73,7 @@ def _compared(rows: int, inputs: int, outputs: int) -> tuple[str, dict[str, floa
     weights = [torch.randn(outputs, inputs) / math.sqrt(inputs) for _ in range(count)]
     x, bias = torch.randn(rows, inputs), torch.randn(outputs)
     calls: dict[str, list[Call]] = {
-        "plain": [partial(torch.nn.functional.linear, x, w, bias) for w in weights],
+        "plain": [partial(linear_by_columns, x, w, bias) for w in weights],
         "transposed": [partial(linear_transposed, x, w.t().contiguous(), bias) for w in weights],
         "packed": [
             partial(packing.LINEAR, x, packing.pack_linear(w, [rows]), bias, "none", [], "") for w in weights
@@ -89,6 +89,7 @@ def _compared(rows: int, inputs: int, outputs: int) -> tuple[str, dict[str, floa
         inputs,
         outputs,
         (rows,),
+        (1,),
         has_bias=True,
         fused=None,
         adds=False,

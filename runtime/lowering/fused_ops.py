@@ -15,6 +15,8 @@ import torch
 from cohabit.runtime.lowering.encoding import int8_kernel
 from cohabit.runtime.lowering.packing import CONVOLUTION, CONVOLUTION_SUM, LINEAR, LINEAR_SUM
 
+LEAST_BY_COLUMNS, _MOST_COLUMNS = 1 << 18, 8
+"""Elements of a weight from which on `linear_by_columns` pays, and the largest number of rows that are columns."""
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """Returns the attention, and the logarithm of each query's sum of exponentials."""
 
@@ -57,6 +59,17 @@ def linear_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     rows = x.reshape(-1, x.shape[-1])
     result = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return result if x.dim() == 2 else result.view(*x.shape[:-1], weight.shape[1])
+
+
+def linear_by_columns(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `linear(x)`. A few rows are columns of the product: MKL then reads the weight [out, in] once for all."""
+    count = x.numel() // x.shape[-1]
+    if count > _MOST_COLUMNS:
+        return torch.nn.functional.linear(x, weight, bias)
+    result = torch.mm(weight, x.reshape(count, -1).t()).t().contiguous()
+    if bias is not None:
+        result.add_(bias)
+    return result.view(*x.shape[:-1], weight.shape[0])
 
 
 def linear_int8(x: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor, *activation: Any) -> torch.Tensor:
@@ -205,6 +218,6 @@ INT8_OPS: tuple[Callable[..., torch.Tensor], ...] = (
 FUSED_OPS: tuple[Callable[..., torch.Tensor], ...] = (
     *(conv1x1, conv1x1_add, conv1d, conv1d_add, conv_pixel),
     *INT8_OPS,
-    *(linear_transposed, rms_norm, short_attention, joined_attention, rows_of_tables),
+    *(linear_transposed, linear_by_columns, rms_norm, short_attention, joined_attention, rows_of_tables),
     *PLAIN,
 )

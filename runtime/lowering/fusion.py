@@ -14,6 +14,7 @@ from torch import fx
 
 from cohabit.runtime.lowering import packing
 from cohabit.runtime.lowering.fused_ops import (
+    LEAST_BY_COLUMNS,
     conv1d,
     conv1d_add,
     conv1x1,
@@ -21,6 +22,7 @@ from cohabit.runtime.lowering.fused_ops import (
     conv_add_relu,
     conv_pixel,
     conv_relu,
+    linear_by_columns,
     linear_transposed,
 )
 from cohabit.runtime.lowering.model import FxModel, is_linear_layer, same_shape_and_dtype
@@ -285,7 +287,7 @@ class OneDnnKernels:
         if layer.target is aten.linear.default:
             form = self._form(model, found, rows)
             if form == "plain":
-                return None
+                return self._plain(model, layer)
             if form == "transposed":
                 transposed = self._packed_once(model, layer, "transposed", lambda w: w.t().contiguous())
                 return FusedCall(LayerPattern(layer), linear_transposed, (x, transposed, bias))
@@ -294,6 +296,14 @@ class OneDnnKernels:
             return FusedCall(found, plain, (x, weight, bias, *_activation_arguments(found.activation)))
         return FusedCall(found, add, (x, found.residual, weight, bias, "add"))
 
+    def _plain(self, model: FxModel, layer: fx.Node) -> FusedCall | None:
+        """Return a layer's call on its weight as exported; None if it stays as it is."""
+        x, weight, bias = layer.args[0], layer.args[1], _bias(layer)
+        own = model.weight_of(weight)
+        if own is None or own.numel() < LEAST_BY_COLUMNS:
+            return None
+        return FusedCall(LayerPattern(layer), linear_by_columns, (x, weight, bias))
+
     def _form(self, model: FxModel, found: LayerPattern, rows: Sequence[int]) -> Form:
         """Return the fastest form of a linear layer on this machine, packed or not."""
         weight, activation = model.weight_of(found.layer.args[1]), found.activation
@@ -301,10 +311,14 @@ class OneDnnKernels:
         packs = min(rows) * weight.numel() >= LEAST_MULTIPLICATIONS
         if not self._measures or weight.dtype is not torch.float32 or not weight.numel():
             return "packed" if packs else "plain"
+        batch = model.batch_symbol
+        batches = [1 if batch is None else symbols[batch] for symbols in self._symbols]
+        lengths = {number: max(number // own, 1) for number, own in sorted(zip(rows, batches, strict=True))}
         shape = LayerShape(
             inputs=weight.shape[1],
             outputs=weight.shape[0],
-            rows=tuple(sorted(set(rows))),
+            rows=tuple(lengths),
+            lengths=tuple(lengths.values()),
             has_bias=_bias(found.layer) is not None,
             fused=None if activation is None else (activation.name, activation.scalars, activation.algorithm),
             adds=found.total is not None,

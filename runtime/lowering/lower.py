@@ -41,7 +41,7 @@ _INT8_BATCH: Final = 8
 """Batch for which weights in int8 are packed, whatever batches are planned."""
 _CHECKED_BATCHES = 2
 """Number of batch sizes that are traced at several shapes per bucket. Two suffice: torch specialises only batch 1."""
-_LOWERING = "27"
+_LOWERING = "28"
 """Version of lowering. It changes whenever lowering writes other bytes for the same archive."""
 _FOLDER = re.compile(r"([0-9a-f]{32})(?:-[a-z0-9]+)*", re.ASCII)
 _OF_THE_FILE = frozenset({"lowering", "weights", "traces", "format_version"})
@@ -590,12 +590,7 @@ def _packed_for(model: FxModel, options: Options, buckets: Sequence[Bucket]) -> 
     """
     if options.weights == "int8" and model.max_batch is not None:
         return [Bucket(min(model.max_batch, _INT8_BATCH), max(b.sizes for b in buckets))]
-    return _without_ones(buckets)
-
-
-def _without_ones(buckets: Sequence[Bucket]) -> Sequence[Bucket]:
-    """Return the buckets without a size of 1, which is special to torch; all if there are none."""
-    return [b for b in buckets if 1 not in b.sizes] or buckets
+    return buckets
 
 
 class _Runs:
@@ -609,7 +604,8 @@ class _Runs:
         applied: Mapping[str, tuple[str, ...]],
     ) -> None:
         self.model, self.own, self.buckets, self.applied = model, own, buckets, applied
-        self._sizes = _without_ones(buckets)[0].sizes
+        # A size of 1 is special to torch.
+        self._sizes = next((b for b in buckets if 1 not in b.sizes), buckets[0]).sizes
         self._traces: dict[Bucket, Trace] = {}
 
     @property

@@ -154,7 +154,8 @@ class Lifecycle:
         statistics = self._registry.served(
             model.source, model.servable.info, model.footprint, model.lowered.archive
         )
-        lane.add(model.servable, statistics, model.source.policy, model.sequences)
+        weights = model.lowered.manifest.archive
+        lane.add(model.servable, statistics, model.source.policy, model.sequences, weights)
         self.serving[model.key] = model
 
     def is_serving(self, model: str) -> bool:

@@ -92,17 +92,25 @@ class ComputeLane:
         statistics: ModelStatistics,
         policy: Policy | None = None,
         rules: SequenceRules | None = None,
+        weights: str | None = None,
     ) -> None:
-        """Serve a model, or replace the servable of its future requests. Forgets sequences of a replaced servable."""
+        """Serve a model, or replace the servable of its future requests.
+
+        `weights` is the identity of the weights. Sequences of a replaced servable continue if it has the same ones.
+        """
         info, predicted_s = servable.info, servable.predicted_s
         model = info.key
         # No batching without predictions, or if it changes answers.
         max_rows = info.max_batch_size if predicted_s and not info.only_batches else 0
+        batches = sorted({bucket.batch for bucket in predicted_s})
         with self.device.changed:
+            sequences = self.sequences(model)
+            if rules is None:
+                sequences = None
+            elif sequences is None or not sequences.continued(info, rules, batches, weights):
+                sequences = Sequences(info, rules, self._state_memory, batches, weights)
             number = self._scheduler.add(model, predicted_s, policy, max_rows, servable.recovery_s)
             self._current[model] = number
-            batches = sorted({bucket.batch for bucket in predicted_s})
-            sequences = None if rules is None else Sequences(info, rules, self._state_memory, batches)
             self.device.loads[number] = LoadedServable(servable, statistics, sequences)
 
     def replan(self, servable: Servable) -> None:

@@ -114,16 +114,21 @@ class _Next:
 
 
 class Sequences:
-    """The sequences of one load of a model. `StateMemory.lock` guards their table.
+    """The sequences of a model's loads that have the same weights and rules. `StateMemory.lock` guards their table.
 
     `enter` and `settle` are called by the event loop, at the beginning and the end of a sequence's turn; `in_rows` and
     `execute` by the compute lane's thread.
     """
 
     def __init__(
-        self, info: ModelInfo, rules: SequenceRules, memory: StateMemory, batches: Sequence[int] = ()
+        self,
+        info: ModelInfo,
+        rules: SequenceRules,
+        memory: StateMemory,
+        batches: Sequence[int] = (),
+        weights: str | None = None,
     ) -> None:
-        """`batches`: planned batch sizes, ascending."""
+        """`batches`: planned batch sizes, ascending. `weights`: identity of the weights, None if it is not known."""
         self._model = info.name
         self._batched = info.max_batch_size > 0
         self._rules = rules
@@ -140,7 +145,17 @@ class Sequences:
         """What sequences begin with, until the answer to their first request."""
         self.nbytes = 0
         """Bytes counted for all these sequences."""
+        self._weights = weights
+        self._layout = _layout(info, rules, batches)
         memory.add(self)
+
+    def continued(self, info: ModelInfo, rules: SequenceRules, batches: Sequence[int], weights: str | None) -> bool:
+        """Serve the model's next load, too. Returns False if its weights, states or batch sizes are others."""
+        if weights is None or weights != self._weights or _layout(info, rules, batches) != self._layout:
+            return False
+        with self._memory.lock:
+            self._rules = rules
+        return True
 
     @property
     def count(self) -> int:
@@ -376,8 +391,8 @@ class Sequences:
                 f"inference request for sequence {sequence} to model '{self._model}' must specify the START flag on the"
                 " first request of the sequence. No such sequence is known: a sequence is forgotten when it ends, after"
                 f" {self._rules.idle_s:g} s without a request (max_sequence_idle_microseconds), earlier if other"
-                " sequences need its memory (--queue-memory), and when the model is reloaded or the engine restarts;"
-                " begin it again with sequence_start"
+                " sequences need its memory (--queue-memory), and when the model is reloaded with other weights or the"
+                " engine restarts; begin it again with sequence_start"
             )
         return known
 
@@ -411,6 +426,17 @@ class Sequences:
                 f" '{self._model}' takes it as input '{control.input}'"
             )
         return np.full_like(control.off, sequence)
+
+
+def _layout(info: ModelInfo, rules: SequenceRules, batches: Sequence[int]) -> tuple[object, ...]:
+    """Return what determines a model's states and their memory: all rules except for the time limit."""
+    states = [(s.input, s.output, s.axis, *_value(s.initial)) for s in rules.states]
+    controls = [(c.input, c.kind, *_value(c.off), *_value(c.on)) for c in rules.controls]
+    return info.max_batch_size > 0, list(batches), states, controls, rules.least_length, rules.most_length
+
+
+def _value(array: Array) -> tuple[object, ...]:
+    return array.dtype, array.shape, array.tobytes()
 
 
 def _slot(known: _Sequence) -> StateSlot:

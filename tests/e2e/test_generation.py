@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import http.client
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+import tritonclient.http as triton
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -225,6 +227,36 @@ def test_the_next_turn_begins_where_the_last_one_ended(server: Running) -> None:
     assert [tokens_of(answer) for answer in answers] == [expected("llama", own, 9) for own in asked]
     assert min(map(cached_of, answers)) >= 40 - 1
     eventually(lambda: metric(server.metrics_address, "cohabit_sequences", "llama") == 0)
+
+
+def test_texts_go_on_after_a_reload_with_the_same_weights(repository: Path, cache: Path, tmp_path: Path) -> None:
+    """One that streams, and the next turn of one that had ended."""
+    shutil.copytree(repository / "llama", tmp_path / "llama")
+    prompt = np.random.default_rng(11).integers(3, VOCABULARY, 40).tolist()
+    options: dict[str, Any] = {"model_control": "explicit", "load_models": ("llama",)}
+    with serving(tmp_path, "8MiB", cache, batch_sizes=BATCHES, **options) as server:
+        whole = [*prompt, *tokens_of(complete(server.address, "llama", prompt, max_tokens=12))]
+        body = {
+            "model": "llama",
+            "prompt": prompt[:5],
+            "temperature": 0,
+            "max_tokens": 40,
+            "return_token_ids": True,
+        }
+        got: list[int] = []
+        with streamed(server.address, "/v1/completions", body) as events:
+            for event in events:
+                assert "error" not in event, event
+                got += event["choices"][0].get("token_ids", [])
+                if len(got) == 3:
+                    before = list(server.placement.memory.models)
+                    os.utime(tmp_path / "llama" / "1" / "model.pt2", (1, 1))
+                    with triton.InferenceServerClient(server.address, network_timeout=120.0) as client:
+                        client.load_model("llama")
+                    assert list(server.placement.memory.models) != before
+        assert got == expected("llama", prompt[:5], 40)
+        answer = complete(server.address, "llama", [*whole, 9, 8, 7], max_tokens=5)
+        assert (tokens_of(answer), cached_of(answer)) == (expected("llama", [*whole, 9, 8, 7], 5), len(whole) - 1)
 
 
 @pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])

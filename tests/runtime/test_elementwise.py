@@ -11,6 +11,7 @@ from torch import nn
 
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.lowering import fusion, packing
+from cohabit.runtime.lowering.lower import lower
 from cohabit.runtime.lowering.rewrites import linear_forms
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.options import Options
@@ -125,11 +126,15 @@ class Layers(nn.Module):
         return torch.tanh(self.c(y) + x) + self.a(x[:, 0])[:, None, :24]
 
 
-@pytest.mark.parametrize("form", ["plain", "transposed", "packed"])
+@pytest.mark.parametrize(
+    ("form", "by_columns"), [("plain", False), ("plain", True), ("transposed", False), ("packed", False)]
+)
 def test_each_form_of_a_layer_is_right_at_every_budget(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, by_columns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fusion, "LEAST_MULTIPLICATIONS", 0)
+    if by_columns:
+        monkeypatch.setattr(fusion, "LEAST_BY_COLUMNS", 0)
     monkeypatch.setattr(fusion, "fastest", lambda shape: form)
     torch.manual_seed(0)
     model = Layers().eval()
@@ -139,7 +144,11 @@ def test_each_form_of_a_layer_is_right_at_every_budget(
     assert lowered.validation is not None
     assert lowered.validation.left_out == ()
     targets = {op.target for op in lowered.graphs[Bucket(2)].ops}
-    kind = {"plain": "aten.linear.default", "transposed": "linear_transposed", "packed": "mkldnn._linear_pointwise"}
+    kind = {
+        "plain": "linear_by_columns" if by_columns else "aten.linear.default",
+        "transposed": "linear_transposed",
+        "packed": "mkldnn._linear_pointwise",
+    }
     assert any(kind[form] in target for target in targets)
     x = torch.randn(2, 5, 24)
     with opened(cpu, lowered) as bench, torch.no_grad():
@@ -159,13 +168,50 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 SHAPE = linear_forms.LayerShape(
-    64, 48, (1, 4), has_bias=True, fused=("gelu", (), "none"), adds=False, packs=True, threads=1
+    64, 48, (1, 4), (1, 1), has_bias=True, fused=("gelu", (), "none"), adds=False, packs=True, threads=1
 )
 
 
 def measured_as(form: linear_forms.Form) -> Callable[..., linear_forms.Form]:
     """What measures a layer, and finds this form fastest."""
     return lambda shape, timed: form
+
+
+@pytest.mark.parametrize(
+    ("timed", "seconds", "form"),
+    [
+        (((1, 1), (64, 64)), {"plain": (5, 99), "transposed": (5, 99), "packed": (9, 64)}, "plain"),
+        (((1, 1), (64, 1)), {"plain": (5, 99), "transposed": (5, 99), "packed": (9, 64)}, "packed"),
+        (((1, 1), (4, 1)), {"plain": (9, 9), "transposed": (5, 6), "packed": (9, 9)}, "transposed"),
+        (((1, 1), (4, 1)), {"plain": (9, 9), "transposed": (9, 8), "packed": (9, 9)}, "packed"),
+    ],
+)
+def test_a_form_is_chosen_by_its_times_at_all_sizes_of_batches_and_requests(
+    timed: Sequence[tuple[int, int]],
+    seconds: dict[linear_forms.Form, tuple[float, ...]],
+    form: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A text has a step for each token, and one for 64 tokens of its prompt: these count less."""
+    in_order = iter([seconds[each][n] for each in ("plain", "transposed", "packed") for n in range(len(timed))])
+    monkeypatch.setattr(linear_forms, "cold_seconds", lambda calls: next(in_order))
+    assert linear_forms._measured(SHAPE, timed) == form
+
+
+def test_layers_are_measured_with_the_rows_of_sizes_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[linear_forms.LayerShape] = []
+    monkeypatch.setattr(fusion, "fastest", lambda shape: measured.append(shape) or "plain")
+    tokens = torch.export.Dim("tokens", min=1, max=64)
+    program = torch.export.export(
+        nn.Sequential(nn.Linear(24, 48)).eval(),
+        (torch.zeros(3, 5, 24),),
+        dynamic_shapes=({0: torch.export.Dim("batch", min=1, max=8), 1: tokens},),
+    )
+    torch.export.save(program, tmp_path / "m.pt2")
+    lower(tmp_path / "m.pt2", "m", [1, 2], tmp_path / "cache", options=Options(packed=True))
+    (shape,) = measured
+    assert shape.rows == (1, 2, 16, 32, 64, 128)
+    assert shape.lengths == (1, 1, 16, 16, 32, 64)
 
 
 @pytest.mark.parametrize("packs", [True, False])

@@ -152,8 +152,12 @@ def test_a_layer_stays_in_float32_where_that_is_faster_and_the_answer_is_kept(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "user"))
     seconds = {"int8": 1.0, "packed": 0.8, "plain": 0.95}
     monkeypatch.setattr(linear_forms, "_seconds_of", lambda shape, timed, forms: seconds)
-    shape = linear_forms.LayerShape(64, 48, (8,), has_bias=True, fused=None, adds=False, packs=True, threads=1)
-    plain = linear_forms.LayerShape(64, 48, (8,), has_bias=True, fused=None, adds=False, packs=False, threads=1)
+    shape = linear_forms.LayerShape(
+        64, 48, (8,), (1,), has_bias=True, fused=None, adds=False, packs=True, threads=1
+    )
+    plain = linear_forms.LayerShape(
+        64, 48, (8,), (1,), has_bias=True, fused=None, adds=False, packs=False, threads=1
+    )
     for _ in range(2):
         linear_forms.computes_in_int8.cache_clear()
         assert not linear_forms.computes_in_int8(shape)

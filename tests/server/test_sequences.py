@@ -478,6 +478,63 @@ async def test_growing_states_have_what_their_own_requests_have_added(seed: int)
         assert await lane.stop()
 
 
+@pytest.mark.parametrize(
+    ("text", "batches", "weights", "continues"),
+    [
+        (GROWS, (1, 2, 4), "w", True),
+        (GROWS + " max_sequence_idle_microseconds: 60000000", (1, 2, 4), "w", True),
+        (GROWS, (1, 2, 4), "others", False),
+        (GROWS, (1, 2), "w", False),
+        (GROWS + " control_input { name: 'flag' control { int32_false_true: [0, 1] } }", (1, 2, 4), "w", False),
+    ],
+)
+async def test_sequences_continue_after_a_reload_with_the_same_weights_and_states(
+    text: str, batches: tuple[int, ...], weights: str, continues: bool
+) -> None:
+    whole = replace(GROWING, inputs=(*GROWING.inputs, TensorSpec("flag", "INT32", (1,))))
+    memory = StateMemory(1 << 20)
+    lane = ComputeLane(Scheduler(64), state_memory=memory)
+
+    def load(text: str, batches: tuple[int, ...], weights: str) -> None:
+        rules = rules_of(config(text, LENGTHS), whole, {})
+
+        def step(x: Any, length: Any, past: Any, flag: Any = None) -> dict[str, Any]:
+            return grown(x, length, past[: len(x)])
+
+        info = with_sequences(whole, rules)
+        predicted = {Bucket(n): 1e-3 for n in batches}
+        lane.add(FakeServable(info, step, predicted_s=predicted), ModelStatistics(), None, rules, weights)
+
+    async def ask(sequence: int, start: bool) -> list[float]:
+        x = np.ones((1, 1), np.float32)
+        turn = SequenceStep(sequence, start, end=False)
+        asked = Request(KEY, {"x": x}, 1, (RequestedOutput("y"),), (1,), sequence=turn)
+        answer = await lane.infer(asked)
+        lane.settle(asked, kept=True)
+        found: list[float] = answer.outputs["y"][0].tolist()
+        return found
+
+    load(GROWS, (1, 2, 4), "w")
+    lane.start()
+    try:
+        for sequence in (1, 2):
+            assert await ask(sequence, start=True) == [1, 1]
+        used_bytes = memory.used_bytes
+        load(text, batches, weights)
+        await lane.finish(KEY, 1.0, older_only=True)
+        if continues:
+            assert await ask(1, start=False) == [2, 2]
+            assert memory.used_bytes == used_bytes, "an entry of a page that it had"
+        else:
+            with pytest.raises(SequenceLost):
+                await ask(1, start=False)
+            assert await ask(1, start=True) == [1, 1]
+            gc.collect()
+            assert memory.used_bytes == used_bytes / 2
+    finally:
+        assert await lane.stop()
+
+
 def test_the_memory_of_slots_ends_with_their_load() -> None:
     """Without waiting for the garbage collector."""
     rules = rules_of(config(GROWS, LENGTHS), GROWING, {})

@@ -70,6 +70,7 @@ def _is_faster(model: FxModel, node: fx.Node, layer: fx.Node, symbols: Sequence[
         inputs=weight.shape[1],
         outputs=weight.shape[0],
         rows=tuple(sorted(rows)),
+        lengths=(1,) * len(rows),  # all are of one batch
         has_bias=bias is not None,
         fused=None if fused[0] == "none" else (fused[0], tuple(fused[1]), fused[2]),
         adds=layer.target in _SUMS,

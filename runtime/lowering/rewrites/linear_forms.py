@@ -18,14 +18,21 @@ import torch
 
 from cohabit.runtime.choices import chosen
 from cohabit.runtime.lowering import packing
-from cohabit.runtime.lowering.fused_ops import INT8_OPS, activated, linear_int8, linear_transposed
+from cohabit.runtime.lowering.fused_ops import (
+    INT8_OPS,
+    LEAST_BY_COLUMNS,
+    activated,
+    linear_by_columns,
+    linear_int8,
+    linear_transposed,
+)
 
 Form = Literal["plain", "transposed", "packed", "int8"]
 _FLOATS: Final[tuple[Form, ...]] = ("plain", "transposed", "packed")
 _IN_INT8: Final[tuple[Form, ...]] = ("int8", "packed", "plain")
-_COLD_BYTES: Final = 8 << 20
-"""Bytes of different weights that a form is timed with, unless one weight is larger."""
-_MOST_WEIGHTS: Final = 32
+_COLD_BYTES: Final = 32 << 20
+"""Bytes of different weights that a form is timed with, unless one weight is larger. Fewer stay in large caches."""
+_MOST_WEIGHTS: Final = 64
 _MOST_MULTIPLICATIONS: Final = 1 << 29
 """Products with more multiplications are not timed: they are compute-bound, which makes all forms alike, and would take
 most of a first start."""
@@ -46,6 +53,8 @@ class LayerShape(msgspec.Struct, frozen=True):
     outputs: int
     rows: tuple[int, ...]
     """Ascending."""
+    lengths: tuple[int, ...]
+    """Rows of one request, such as its tokens, for each of `rows`."""
     has_bias: bool
     fused: tuple[str, tuple[float, ...], str] | None
     """The activation function that the packed form includes, as oneDNN names it, with its arguments."""
@@ -58,8 +67,12 @@ class LayerShape(msgspec.Struct, frozen=True):
 
 @cache
 def fastest(shape: LayerShape) -> Form:
-    """Return the form with the least total time over the rows, which is measured once on a machine."""
-    timed = [number for number in shape.rows if number * shape.inputs * shape.outputs <= _MOST_MULTIPLICATIONS]
+    """Return the form with the least total time over the rows, which is measured once on a machine.
+
+    Times are divided by the requests' lengths: a text has a step for each token, but one for many of its prompt.
+    """
+    most = _MOST_MULTIPLICATIONS // (shape.inputs * shape.outputs)
+    timed = [(number, length) for number, length in zip(shape.rows, shape.lengths, strict=True) if number <= most]
     if not timed:
         return "packed" if shape.packs else "plain"
     return chosen(packing.machine(), ["linear", shape], _FLOATS, partial(_measured, shape, timed))
@@ -72,43 +85,43 @@ def computes_in_int8(shape: LayerShape) -> bool:
     Large products are measured with fewer rows.
     """
     most = max(1, _MOST_MULTIPLICATIONS // (4 * shape.inputs * shape.outputs))
-    timed = sorted({min(number, most) for number in shape.rows})
+    timed = sorted({(min(number, most), length) for number, length in zip(shape.rows, shape.lengths, strict=True)})
     return chosen(packing.machine(), ["int8", shape], _IN_INT8, partial(_measured_in_int8, shape, timed)) == "int8"
 
 
-def _measured(shape: LayerShape, timed: Sequence[int]) -> Form:
+def _measured(shape: LayerShape, timed: Sequence[tuple[int, int]]) -> Form:
     seconds = _seconds_of(shape, timed, _FLOATS if shape.packs else _FLOATS[:2])
     # Each form must clearly beat the one before it.
     best: Form = "transposed" if seconds["transposed"] <= _WORTH * seconds["plain"] else "plain"
     return best if not shape.packs or seconds[best] <= _WORTH * seconds["packed"] else "packed"
 
 
-def _measured_in_int8(shape: LayerShape, timed: Sequence[int]) -> Form:
+def _measured_in_int8(shape: LayerShape, timed: Sequence[tuple[int, int]]) -> Form:
     other: Form = "packed" if shape.packs else "plain"
     seconds = _seconds_of(shape, timed, ("int8", other))
     return other if seconds[other] <= _WORTH * seconds["int8"] else "int8"
 
 
-def _seconds_of(shape: LayerShape, timed: Sequence[int], forms: Sequence[Form]) -> dict[Form, float]:
-    """Return the total time of each form over these row counts."""
+def _seconds_of(shape: LayerShape, timed: Sequence[tuple[int, int]], forms: Sequence[Form]) -> dict[Form, float]:
+    """Return the total time of each form. `timed` are row counts, each with the length of a request."""
     inputs, outputs, fused = shape.inputs, shape.outputs, shape.fused
     # Few row counts, and enough weights that none stays in the cache.
     timed = timed[:: -(-len(timed) // _MOST_ROWS)]
     count = max(1, min(_MOST_WEIGHTS, _COLD_BYTES // (4 * inputs * outputs)))
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.randn(outputs, inputs, generator=generator) for _ in range(count)]
+    weights = list(torch.full((count, outputs, inputs), 1 / inputs))
     seconds = dict.fromkeys(forms, 0.0)
     for form in forms:
         bias = torch.zeros(outputs) if shape.has_bias else None
         terms = torch.zeros(2, outputs) if form == "int8" else bias
         operands = [_stored(form, weight, shape.rows) for weight in weights]
-        for number in timed:
+        for number, length in timed:
             x = torch.randn(number, inputs, generator=generator)
             other = torch.zeros(number, outputs) if shape.adds else None
             own = [
                 partial(_compute, form, x, weight, terms, other, fused or ("none", (), "")) for weight in operands
             ]
-            seconds[form] += cold_seconds(own)
+            seconds[form] += cold_seconds(own) / length
     return seconds
 
 
@@ -118,7 +131,7 @@ def _stored(form: Form, weight: torch.Tensor, rows: Sequence[int]) -> torch.Tens
         return packing.pack_linear(weight, rows)
     if form == "int8":
         return weight.to(torch.int8)
-    return weight.t().contiguous() if form == "transposed" else weight
+    return weight.view(weight.shape[1], weight.shape[0]) if form == "transposed" else weight
 
 
 def _compute(
@@ -141,12 +154,11 @@ def _compute(
     if form == "int8":
         assert terms is not None
         y = linear_int8(x, weight, terms)
+    elif form == "transposed":
+        y = linear_transposed(x, weight, terms)
     else:
-        y = (
-            linear_transposed(x, weight, terms)
-            if form == "transposed"
-            else torch.nn.functional.linear(x, weight, terms)
-        )
+        plain = linear_by_columns if weight.numel() >= LEAST_BY_COLUMNS else torch.nn.functional.linear
+        y = plain(x, weight, terms)
     return activated(y, *activation) if other is None else y.add_(other)
 
 
@@ -170,6 +182,7 @@ def forms_of(targets: Iterable[Callable[..., object]]) -> dict[Form, int]:
     forms: dict[object, Form] = {
         packing.LINEAR: "packed",
         packing.LINEAR_SUM: "packed",
+        linear_by_columns: "plain",
         linear_transposed: "transposed",
         torch.ops.aten.linear.default: "plain",
         **dict.fromkeys(INT8_OPS, "int8"),
