@@ -21,6 +21,8 @@ from cohabit.server.importing.model_files import ADAPTER_CONFIG
 from cohabit.server.importing.subject import reason_of
 
 _WEIGHTS, _CONFIG, _PREFIX = "adapter_model.safetensors", "config.json", "base_model.model."
+_WRAPPED = re.compile(r"\.(base_layer|modules_to_save)(?=\.)")
+"""Parts of names of layers that peft has wrapped, which are also those of biases that it saves."""
 _FACTORS = re.compile(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?")
 _LAYER = re.compile(r"[\w.]+", re.ASCII)
 _TASKS = {
@@ -81,15 +83,17 @@ def merge(adapter: Path, base: Path, merged: Path) -> None:
         raise ImportFailed(f"{adapter} has no {_WEIGHTS}; save the adapter again with peft's save_pretrained")
     config = _config_of(adapter)
     try:
-        saved = {name.removeprefix(_PREFIX): t.float() for name, t in load_file(adapter / _WEIGHTS).items()}
+        read = {name.removeprefix(_PREFIX): t.float() for name, t in load_file(adapter / _WEIGHTS).items()}
     except (SafetensorError, OSError) as error:
         raise ImportFailed(f"{adapter / _WEIGHTS}: {reason_of(error)}") from error
     # Each layer's factors by its name; other tensors, such as a classifier, replace the base's.
     factors: dict[str, dict[str, torch.Tensor]] = {}
     whole: dict[str, torch.Tensor] = {}
-    for name, tensor in saved.items():
+    for name, tensor in read.items():
+        if ".original_module." in name:
+            continue  # what a module that is saved whole has replaced
         if (found := _FACTORS.fullmatch(name)) is None:
-            whole[name] = tensor
+            whole[_WRAPPED.sub("", name)] = tensor
         else:
             factors.setdefault(found[1], {})[found[2]] = tensor
     written = read_object(base / _CONFIG)

@@ -278,7 +278,10 @@ def test_an_adapter_s_weights_are_those_merged_by_hand(
     words["bert.embeddings.word_embeddings.lora_embedding_B"] = torch.randn(8, 2)
     low, bias = factors(query, 8, 8), torch.randn(8)
     whole = {"classifier.weight": head, "classifier.bias": torch.zeros(5), f"{query}.bias": bias}
-    adapter("tuned", low | words | whole, task_type="SEQ_CLS", **config)
+    # As peft saves them with `bias="all"`: wrapped layers have longer names, and a replaced module is there, too.
+    saved = {name.replace("query.bias", "query.base_layer.bias"): tensor for name, tensor in whole.items()}
+    saved |= {"classifier.modules_to_save.bias": torch.zeros(5), "classifier.original_module.bias": torch.ones(5)}
+    adapter("tuned", low | words | saved, task_type="SEQ_CLS", **config)
     merge(Path("tuned"), base_of(Path("tuned"), None), Path("merged"))
     base = transformers.BertModel.from_pretrained("base").state_dict()
     merged = transformers.BertForSequenceClassification.from_pretrained("merged").state_dict()
