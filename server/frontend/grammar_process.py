@@ -56,6 +56,9 @@ class Vocabulary(msgspec.Struct, frozen=True):
     stop_ids: tuple[int, ...]
 
 
+_vocabulary_decoder = msgspec.msgpack.Decoder(Vocabulary)
+
+
 class UnsupportedVocabulary(Exception):
     """The tokens of a vocabulary cannot be constrained."""
 
@@ -73,7 +76,7 @@ def main(control: socket.socket) -> None:
         if not message:
             return
         with socket.socket(fileno=descriptors[0]) as connection:
-            tokens = read(msgspec.msgpack.decode(message, type=Vocabulary))
+            tokens = read(_vocabulary_decoder.decode(message))
             child = None
             try:
                 child = None if isinstance(tokens, str) else os.fork()

@@ -45,6 +45,9 @@ class _AdapterConfig(msgspec.Struct, frozen=True):
     peft_type: str = ""
     base_model_name_or_path: str | None = None
     task_type: str | None = None
+    r: int = 8
+    rank_pattern: dict[str, int] | None = None
+    """`r` of some layers."""
     lora_alpha: float = 8.0
     alpha_pattern: dict[str, float] | None = None
     """`lora_alpha` of some layers, by the ends of their names."""
@@ -86,6 +89,8 @@ def merge(adapter: Path, base: Path, merged: Path) -> None:
         read = {name.removeprefix(_PREFIX): t.float() for name, t in load_file(adapter / _WEIGHTS).items()}
     except (SafetensorError, OSError) as error:
         raise ImportFailed(f"{adapter / _WEIGHTS}: {reason_of(error)}") from error
+    if unfit := [name for name, tensor in read.items() if not tensor.isfinite().all()]:
+        raise ImportFailed(f"{adapter / _WEIGHTS}: {unfit[0]} has numbers that are NaN or infinite")
     # Each layer's factors by its name; other tensors, such as a classifier, replace the base's.
     factors: dict[str, dict[str, torch.Tensor]] = {}
     whole: dict[str, torch.Tensor] = {}
@@ -105,7 +110,7 @@ def merge(adapter: Path, base: Path, merged: Path) -> None:
         for name, tensor in whole.items():
             _parameter(adapter, model, name, tensor.shape).copy_(tensor)
         for layer, own in factors.items():
-            change = _product(adapter, model, layer, own)
+            change = _product(adapter, config, model, layer, own)
             _parameter(adapter, model, f"{layer}.weight", change.shape).add_(
                 change * _scale(config, layer, own["A"])
             )
@@ -187,7 +192,9 @@ def _scale(config: _AdapterConfig, layer: str, a: torch.Tensor) -> float:
     return next(own, config.lora_alpha) / (math.sqrt(a.shape[0]) if config.use_rslora else a.shape[0])
 
 
-def _product(adapter: Path, model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _product(
+    adapter: Path, config: _AdapterConfig, model: nn.Module, layer: str, own: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
     """Return `B @ A` in the form of a layer's weight. Raises ImportFailed."""
     try:
         module = model.get_submodule(layer)
@@ -197,6 +204,10 @@ def _product(adapter: Path, model: nn.Module, layer: str, own: Mapping[str, torc
         raise ImportFailed(
             f"{adapter / _WEIGHTS}: {layer} is not a layer of the base with factors A and B"
         ) from error
+    if len(a) not in (config.r, *(config.rank_pattern or {}).values()):
+        raise ImportFailed(
+            f"{adapter / _WEIGHTS}: the factors of {layer} have the rank {len(a)}, {ADAPTER_CONFIG} has r {config.r}"
+        )
     if isinstance(module, nn.Embedding) or type(module).__name__ == "Conv1D":  # as GPT-2 has: inputs come first
         return product.t()
     return product.view(b.shape[0], *a.shape[1:])

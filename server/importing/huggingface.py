@@ -196,12 +196,14 @@ def load_model(
             weights_only=True,
             dtype=torch.float32,
             output_loading_info=True,
+            ignore_mismatched_sizes=labels is not None,
         )
     except Exception as error:
         what = "" if safe else " (a pickle; only its tensors are read)"
         raise ImportFailed(f"{folder}{what}: {reason_of(error)}") from error
     # Missing weights would be random.
-    if missing := sorted(set(info["missing_keys"]).difference(given)):
+    other_sizes = {name for name, *_ in info["mismatched_keys"]}
+    if missing := sorted((other_sizes | set(info["missing_keys"])).difference(given)):
         more = f" and {len(missing) - _MOST_KEYS} more" if len(missing) > _MOST_KEYS else ""
         raise ImportFailed(
             f"{folder}: its weights lack {', '.join(missing[:_MOST_KEYS])}{more} of {architecture.__name__}, and random"

@@ -306,7 +306,9 @@ def test_no_op_reads_what_has_not_arrived_however_late_copies_are(
         expected = [device.run(*run) for run in runs]
     with monkeypatch.context() as patch:
         patch.setattr(
-            cohabit.runtime.cpu.backend, "open_store", lambda kind, *args, **flags: LateStore(*args, **flags)
+            cohabit.runtime.cpu.backend,
+            "open_store",
+            lambda kind, *args, unmap_tables, **flags: LateStore(*args, **flags),
         )
         with deployed(repository, f"{share}%", archives.cache) as device:
             for run, (answer,) in [*zip(runs, expected, strict=True)] * 3:

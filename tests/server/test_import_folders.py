@@ -250,6 +250,7 @@ def adapter(folder: str, tensors: Mapping[str, torch.Tensor], **config: Any) -> 
     named = {f"base_model.model.{name}": tensor.contiguous() for name, tensor in tensors.items()}
     save_file(named, f"{folder}/adapter_model.safetensors")
     given = {"peft_type": "LORA", "base_model_name_or_path": "base", "lora_alpha": 6, "r": 3}
+    given["rank_pattern"] = {"word_embeddings": 2}
     Path(folder, "adapter_config.json").write_text(json.dumps(given | config))
 
 
@@ -332,6 +333,8 @@ def test_an_adapter_s_answers_are_those_of_its_layers_beside_the_base_s(imported
         (factors("pooler.dense", 8, 8), {"base_model_name_or_path": "nowhere"}, "--base names another folder"),
         (factors("pooler.dense", 7, 8), {}, "pooler.dense.weight of shape (7, 8), which has the shape (8, 8)"),
         (factors("nothing", 8, 8), {}, "nothing is not a layer of the base"),
+        (factors("pooler.dense", 8, 8, 4), {}, "the factors of pooler.dense have the rank 4"),
+        ({"pooler.dense.bias": torch.full((8,), torch.nan)}, {}, "pooler.dense.bias has numbers that are NaN"),
         (
             {"pooler.dense.lora_A.weight": torch.ones(3, 8)},
             {},

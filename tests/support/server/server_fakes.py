@@ -170,7 +170,7 @@ class PlacedFake:
 
     @property
     def lowered(self) -> SimpleNamespace:
-        return SimpleNamespace(archive="")
+        return SimpleNamespace(archive="", manifest=SimpleNamespace(archive=""))
 
     @property
     def lane(self) -> int:
