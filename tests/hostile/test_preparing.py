@@ -230,12 +230,7 @@ UNEXPECTED = (
 
 
 def test_a_cache_that_leads_to_an_unexpected_error_is_made_anew(
-    source: ModelSource,
-    config: ServeConfig,
-    backend: Backend,
-    workers: WorkerProcesses,
-    caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
+    source: ModelSource, config: ServeConfig, backend: Backend, workers: WorkerProcesses
 ) -> None:
     """A program with a sound checksum that names a weight which there is not, as a defect may have written it."""
     first = prepare(source, config, backend, workers)
@@ -248,8 +243,6 @@ def test_a_cache_that_leads_to_an_unexpected_error_is_made_anew(
     again = prepare(source, config, backend, workers)
     again.store.close()
     assert path.read_bytes() == good
-    # This process or a worker, whichever is the first to need the graph, finds it.
-    assert "KeyError: 'p_nothing'" in caplog.text + capfd.readouterr().err
     cache_file.write(path, program.replace(b"p_layers_1_weight", b"p_nothing"))
     prepare(source, config, backend, WorkerProcesses(inline=True)).store.close()
     assert path.read_bytes() == good, "in one process as well"
