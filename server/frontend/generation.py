@@ -33,6 +33,8 @@ _TOKENS, _LOGITS = "input_ids", "logits"
 _MOST_BYTES = 4 << 20
 _LEAST_REUSED = 16
 """Tokens in common for which the keys and values of another text are copied."""
+_MOST_ENDED = 64
+"""Ended texts of a model that are kept. The engine forgets them earlier if it needs their memory."""
 _PATIENCE_S = 30.0
 """Seconds that a started text waits for memory."""
 _QUICK_VOCABULARY = 32 << 10
@@ -206,8 +208,8 @@ class Prefix:
 class Prefixes:
     """Texts whose keys and values the engine has, so that others continue from what they have in common.
 
-    Texts under way, and as many ended ones of each model as its batches have rows. The next turn of a conversation
-    begins with all of the one before. Event loop's thread only.
+    Texts under way, and the last `_MOST_ENDED` of each model that have ended. The next turn of a conversation begins
+    with all of the one before. Event loop's thread only.
     """
 
     def __init__(self) -> None:
@@ -254,8 +256,7 @@ class Prefixes:
         continued = [other for other in ended if other.tokens[: other.done] == text.tokens[: other.done]]
         others = [other for other in ended if other not in continued]
         self._ended[text.name] = None
-        most = max(text.info.max_batch_size, 1)
-        for other in (*continued, *others[: max(len(others) + 1 - most, 0)]):
+        for other in (*continued, *others[: max(len(others) + 1 - _MOST_ENDED, 0)]):
             self.forget(other)
 
     def forget(self, text: TokenSequence) -> None:
