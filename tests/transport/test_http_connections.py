@@ -230,8 +230,8 @@ def test_half_a_body_is_not_waited_for_when_the_client_closes_its_side(wire: Wir
 def test_a_body_that_goes_on_with_something_else_ends_its_request_at_once(wire: Wire) -> None:
     head = chunked().removesuffix(b"0\r\n\r\n")
     assert wire.send(post(INFER), head).answer()[0] == 200
-    status, _, body = wire.send(b"zz\r\n").answer()
-    assert (status, b"request body could not be read" in body) == (400, True)
+    # Our answer, or aiohttp's if it finds the error before the request has begun.
+    assert wire.send(b"zz\r\n").answer()[0] == 400
     assert wire.is_closed()
 
 
