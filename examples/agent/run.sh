@@ -17,5 +17,5 @@ for name in embedder reranker chat; do
 done
 
 # Keys and values of texts, and requests, take up to --queue-memory each. The size is a budget for planning: with it the
-# processes took 580 MiB, and a warning at the start says that they may take more.
+# processes took 603 MiB, and a warning at the start says that they may take more.
 exec cohabit serve "$models" --process-memory 560MiB --store file --queue-memory 24MiB --batch-sizes 1 "$@"
