@@ -127,8 +127,10 @@ def _write_ensembles(repository: Path, output: Path) -> None:
         if isinstance(found, EnsembleSource):
             folder = output / MODELS / found.name
             (folder / str(found.version)).mkdir(parents=True)
-            names = [o.label_filename for o in found.config.output if o.label_filename]
-            for name in ("config.pbtxt", *names, *([] if found.steps else [TOKENIZER])):
+            names = ["config.pbtxt"] + [o.label_filename for o in found.config.output if o.label_filename]
+            if not found.steps:
+                names.append(TOKENIZER)
+            for name in names:
                 _copy(repository / found.name / name, folder / name)
 
 

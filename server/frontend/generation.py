@@ -290,7 +290,7 @@ class Text:
     """Number of alternatives to report per token, with log probabilities; None reports none."""
     grammar: Grammar | None = None
     shows_special: bool = False
-    """Whether the text has the special tokens in it, of which some models make calls of tools."""
+    """Whether the text includes special tokens. Some models write calls of tools with them."""
     generated: int = 0
     reused: int = 0
     """Number of the prompt's tokens that another text had computed."""

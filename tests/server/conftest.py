@@ -9,6 +9,7 @@ import pytest
 from cohabit.planner.shapes import Bucket
 from cohabit.server.cli import main
 from cohabit.server.ipc.model import ModelFootprint, ModelKey
+from tests.support.server.clients import PROTOCOLS, Client, connect
 from tests.support.server.server_fakes import FakeLoaded, Running, running, serving, standard_models
 
 
@@ -36,6 +37,14 @@ def loaded() -> FakeLoaded:
 def server(loaded: FakeLoaded) -> Iterator[Running]:
     with running(loaded, max_body_bytes=1 << 20, strict_readiness=False) as handle:
         yield handle
+
+
+@pytest.fixture(params=PROTOCOLS)
+def client(own: Running, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """A client of the test file's own server, over each protocol."""
+    client = connect(own, request.param)
+    with client.raw:
+        yield client
 
 
 @pytest.fixture

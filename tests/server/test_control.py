@@ -9,7 +9,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from cohabit.server.errors import LoadFailed, Refused
-from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.clients import Client
 from tests.support.server.server_fakes import Running, identity, running, serving
 from tests.support.server.server_http import ask
 
@@ -46,13 +46,6 @@ def orders(own: Running, monkeypatch: pytest.MonkeyPatch) -> Orders:
     monkeypatch.setattr(own.engine.lifecycle, "load", orders.load)
     monkeypatch.setattr(own.engine.lifecycle, "unload", orders.unload)
     return orders
-
-
-@pytest.fixture(params=PROTOCOLS)
-def client(own: Running, request: pytest.FixtureRequest) -> Iterator[Client]:
-    client = connect(own, request.param)
-    with client.raw:
-        yield client
 
 
 def test_load_and_unload(client: Client, orders: Orders) -> None:

@@ -35,7 +35,7 @@ from cohabit.server.triton.ensembles import description_of, steps_of
 from cohabit.server.triton.model_config import ModelConfig
 from cohabit.server.view.live_document import stages_of as stages_of_ensemble
 from tests.support.server import fake_engine, frontends, transport_fakes
-from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.clients import Client
 from tests.support.server.ensembles import DIAMOND, TWICE, X, Y, config_text, put, step, tensor
 from tests.support.server.frontends import FrontEnd, rows, until_entered
 from tests.support.server.metrics_client import scrape
@@ -304,13 +304,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         put(repository, name, text)
     with running(loaded, repository=repository) as handle:
         yield handle
-
-
-@pytest.fixture(params=PROTOCOLS)
-def client(own: Running, request: pytest.FixtureRequest) -> Iterator[Client]:
-    client = connect(own, request.param)
-    with client.raw:
-        yield client
 
 
 def asked(

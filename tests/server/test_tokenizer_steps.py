@@ -26,7 +26,7 @@ from cohabit.server.frontend.tokenizers import LoadedTokenizer
 from cohabit.server.ipc.model import Array, ModelInfo, TensorSpec
 from cohabit.server.repository.scan import scan
 from cohabit.server.repository.sources import EnsembleSource, Unloadable
-from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.clients import Client, connect
 from tests.support.server.ensembles import config_text, put, step, tensor
 from tests.support.server.server_fakes import FakeServable, Running, running, serving, tensors, write_repository
 from tests.support.server.server_http import HEADER_LENGTH, Answer, ask
@@ -116,13 +116,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     Tokenizer(WordLevel({"cat": 4}, unk_token="[UNK]")).save(str(repository / "strict_tokens" / "tokenizer.json"))
     with running(loaded, repository=repository, client_shm="on") as handle:
         yield handle
-
-
-@pytest.fixture(params=PROTOCOLS)
-def client(own: Running, request: pytest.FixtureRequest) -> Iterator[Client]:
-    client = connect(own, request.param)
-    with client.raw:
-        yield client
 
 
 def texts_of(*texts: str | bytes, shape: Sequence[int] = (-1, 1)) -> Array:

@@ -26,7 +26,7 @@ from cohabit.server.process.engine import Engine
 from cohabit.server.protocol.shared_memory import Regions
 from cohabit.server.repository.sources import ModelSource, Unloadable
 from cohabit.server.triton.model_config import ModelConfig
-from tests.support.server.clients import PROTOCOLS, Client, connect
+from tests.support.server.clients import Client
 from tests.support.server.metrics_client import scrape
 from tests.support.server.server_fakes import FakeLoaded, FakeServable, Running, identity, refused, running, serving
 from tests.support.server.transport_fakes import FakeEngine, FakeModel
@@ -50,13 +50,6 @@ def own() -> Iterator[Running]:
     loaded.footprints = {ModelKey("m", v): ModelFootprint(partition_bytes=v << 20) for v in VERSIONS}
     with running(loaded) as handle:
         yield handle
-
-
-@pytest.fixture(params=PROTOCOLS)
-def client(own: Running, request: pytest.FixtureRequest) -> Iterator[Client]:
-    client = connect(own, request.param)
-    with client.raw:
-        yield client
 
 
 def asked(client: Client, method: str, *arguments: Any) -> Any:

@@ -117,8 +117,12 @@ class _Code:
         def added(start: Any, sums: Sequence[Any]) -> Sequence[Any]:
             numbers = [self._widened(x, start, _i16) for x in xs]
             own = [write.mul(w, x) for w in (self._widened(p, start, _i8) for p in weights) for x in numbers]
-            halves = ((write.shuffle_vector(p, _undefined, half) for half in (_even, _odd)) for p in own)
-            return [write.add(s, write.add(*pair)) for s, pair in zip(sums, halves, strict=True)]
+            after = []
+            for total, products in zip(sums, own, strict=True):
+                even = write.shuffle_vector(products, _undefined, _even)
+                odd = write.shuffle_vector(products, _undefined, _odd)
+                after.append(write.add(total, write.add(even, odd)))
+            return after
 
         zeros = [ir.Constant(_integers, [0] * 8)] * (rows * OUTPUTS)
         sums = iter(self._loop(self._number(0), self.inputs, self._number(LANES), added, zeros))

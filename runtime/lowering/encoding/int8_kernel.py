@@ -37,8 +37,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, terms: torch.Tensor) -> torch
     result = torch.empty(rows, outputs)
     block = min(rows, max(_LEAST_BLOCK, _BLOCK_NUMBERS // inputs))
     most = min(2**15 - 1, (2**31 - 1) // (MOST * inputs))
-    addresses = (tensor.data_ptr() for tensor in (x, weight, terms, result))
-    kernel()(rows, outputs, inputs, block, most, *addresses)
+    x_at, weight_at, terms_at, result_at = x.data_ptr(), weight.data_ptr(), terms.data_ptr(), result.data_ptr()
+    kernel()(rows, outputs, inputs, block, most, x_at, weight_at, terms_at, result_at)
     return result
 
 
