@@ -99,7 +99,10 @@ class CpuBackend(Backend):
             with CpuArena(measured_bytes(lowered.manifest, window)) as arena, CpuExecutor() as executor:
                 return measure(lowered, device, self.build, arena, store, executor, window, on_progress)
 
-        profiles = cached_profiles(lowered, device, cache, measured, quick=quick, is_quiet=_is_quiet)
+        def is_quiet() -> bool:
+            return not known_only and _is_quiet()
+
+        profiles = cached_profiles(lowered, device, cache, measured, quick=quick, is_quiet=is_quiet)
         return lowered, profiles
 
     def _window_bytes(self, manifest: Manifest, store: HostStore[Bytes]) -> int:

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 
 import cohabit.runtime.cpu.backend
 import cohabit.runtime.measure.stopwatch
+from cohabit.planner import cache_file
+from cohabit.planner import profile as profile_format
 from cohabit.planner.graph import aligned
 from cohabit.planner.plan import Span, Timeline
 from cohabit.planner.profile import NOISY, Link, Profile
@@ -179,6 +181,22 @@ def test_a_profile_measured_beside_other_work_is_measured_again_once_the_machine
     assert count == times
     assert again == third
     assert (again == first) == (times == 1)
+
+
+def test_a_noisy_profile_is_known_like_any_other(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The members of a family take the profile of the first, also if the machine is quiet by then."""
+    monkeypatch.setattr(cohabit.runtime.measure.stopwatch, "_MEASURING_S", 0.0)
+    monkeypatch.setattr(cohabit.runtime.cpu.backend, "_is_quiet", lambda: True)
+    backend = CpuBackend()
+    _, measured = backend.measure(bench.lowered, bench.store, tmp_path, lambda text: None)
+    (path,) = tmp_path.iterdir()
+    cache_file.write(path, profile_format.encode(replace(measured[Bucket(2)], noise=9.0)))
+    _, known = backend.measure(bench.lowered, bench.store, tmp_path, lambda text: None, known_only=True)
+    assert known == {Bucket(2): replace(measured[Bucket(2)], noise=9.0)}
+    _, again = backend.measure(bench.lowered, bench.store, tmp_path, lambda text: None)
+    assert again != known
 
 
 def test_one_line_of_the_log_names_all_models_with_noisy_measurements_and_what_will_happen(
