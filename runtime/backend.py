@@ -128,10 +128,11 @@ class Executor(Runner, Protocol):
         """
         return partial(self.load, program)
 
-    def load_in_pieces(self, programs: Sequence[Any]) -> Iterator[None]:
+    def load_in_pieces(self, programs: Sequence[Any], *, in_place: bool = False) -> Iterator[None]:
         """Load programs of one model, which share their residents; each step of the iterator loads one piece.
 
-        Other programs may run between two pieces. Raises DeviceError.
+        Other programs may run between two pieces. With `in_place`, a model of the same family is loaded: runs exchange
+        the residents that differ, so that none need be copied here. Raises DeviceError.
         """
         ...
 

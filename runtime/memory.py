@@ -1,6 +1,6 @@
 """Memory protocols: the device's arena, a model's parameters in the host, and buffers for spilled activations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -84,6 +84,10 @@ class HostStore(Protocol[Destination_contra]):
 
         A smaller destination gets the segment's first stored bytes, which serves to measure the link.
         """
+        ...
+
+    def source(self, index: int) -> Hashable:
+        """Return where the bytes of a segment, or of a table after these, are stored: equal for the same bytes."""
         ...
 
     def table(self, name: str) -> torch.Tensor:

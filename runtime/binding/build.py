@@ -98,6 +98,7 @@ def build(
         swap_outs=tuple(map(swap, drafted.swap_outs)),
         offloaded=offloaded,
         residents=tuple(map(swap, drafted.residents)),
+        contents=tuple(store.source(step.tensor) for step in drafted.residents),
         final_calls=tuple(bound(drafted.final_calls)),
         constants={slot: values.at(slot, at_end) for slot in drafted.constants},
         epilogue=drafted.epilogue,

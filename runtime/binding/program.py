@@ -1,8 +1,10 @@
 """A program: one plan bound to addresses. All decisions that need no request are made beforehand."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -53,9 +55,31 @@ def _call_group(computes: Sequence[ComputeStep]) -> CallGroup:
     return CallGroup(computes[0], tuple(call for step in computes for call in step.calls), len(computes))
 
 
-Residence = tuple[str, tuple[tuple[int, int | None], ...]]
-"""A model's name, and where its residents are: each one's tensor and offset in the arena. Key of the executors' state:
-a model that moves has another one, and what is still copied to its old addresses belongs to the old one."""
+Contents = tuple[Hashable, ...]
+"""Where each of some residents was copied from (`HostStore.source`)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Residence:
+    """A program's name, and where its residents are: each one's tensor and offset in the arena.
+
+    Key of the executors' state. A model that moves has another one, and what is still copied to its old addresses
+    belongs to the old one. The models of a family have one in common, which holds the contents of the last that ran.
+    """
+
+    name: str
+    places: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(name: str, residents: Sequence[SwapStep]) -> "Residence":
+        """Return the only residence of this name and these places."""
+        key = name, tuple((s.tensor, s.offset) for s in residents)
+        with _finding:
+            return _residences.setdefault(key, Residence(*key))
+
+
+_residences: WeakValueDictionary[tuple[str, tuple[tuple[int, int], ...]], Residence] = WeakValueDictionary()
+_finding = Lock()
 
 HAND_OVER_S, LEAST_BETWEEN_S = 50e-6, 250e-6
 """Seconds: cost of a copy in a separate thread, for waking it and sharing the interpreter, and computation between two
@@ -77,6 +101,8 @@ class Program:
     offloaded: tuple[OffloadedTensor, ...]
     residents: tuple[SwapStep, ...]
     """Copies of the initial residents to their addresses."""
+    contents: Contents
+    """What these copies bring; empty in a region without partitions, where nothing stays."""
     final_calls: tuple[Call, ...]
     """Views of results that belong to no op, created after the last compute step."""
     constants: Mapping[int, torch.Tensor]
@@ -84,7 +110,7 @@ class Program:
     epilogue: int
     """Index of the first swap-in after the last compute step."""
     call_groups: tuple[CallGroup, ...] = field(init=False)
-    residence: "Residence" = field(init=False)
+    residence: Residence = field(init=False)
     link_bytes: int = field(init=False)
     copies_inline: bool = field(init=False)
     """Whether the CPU's compute lane makes the copies itself, right before the op that reads them."""
@@ -96,7 +122,7 @@ class Program:
         object.__setattr__(self, "call_groups", tuple(joined))
         link_bytes = sum(s.nbytes for s in self.swap_ins) + sum(s.nbytes for s in self.swap_outs)
         object.__setattr__(self, "link_bytes", link_bytes)
-        object.__setattr__(self, "residence", (self.name, tuple((s.tensor, s.offset) for s in self.residents)))
+        object.__setattr__(self, "residence", Residence.of(self.name, self.residents))
 
     def _copies_are_short(self) -> bool:
         """Whether copies, and the ops between them, are too short to pay for a separate thread."""
@@ -105,6 +131,12 @@ class Program:
             return False
         copies_s = sum(profile.swap_in_seconds(self.draft.graph.tensors[s.tensor]) for s in self.swap_ins)
         return copies_s <= HAND_OVER_S * count and profile.compute_s <= LEAST_BETWEEN_S * count
+
+    def exchanges(self, held: Contents) -> list[SwapStep]:
+        """Return the copies of the residents in whose place another model of the family has left its own."""
+        if held == self.contents:
+            return []
+        return [s for s, own, other in zip(self.residents, self.contents, held, strict=True) if own != other]
 
     @property
     def bucket(self) -> Bucket:

@@ -7,14 +7,14 @@ finished, and an event is a value of a counter.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 
 from cohabit.runtime.backend import Executor, Result
 from cohabit.runtime.binding.draft import ComputeStep, SwapStep
-from cohabit.runtime.binding.program import CallGroup, Program, Residence
+from cohabit.runtime.binding.program import CallGroup, Contents, Program, Residence
 from cohabit.runtime.cpu.swap_lane import Counter, LaneRun, SwapLane
 from cohabit.runtime.errors import DeviceError, StoreChanged
 from cohabit.runtime.lowering.slots import Frame
@@ -42,8 +42,8 @@ class CpuExecutor(Executor):
         self._restored: dict[Residence, LaneRun] = {}
         """Last run of each residence that has copies."""
         self._lost: str | None = None
-        self._stale: set[Residence] = set()
-        """Residents that may be wrong: a copy failed, or another model used their memory."""
+        self._contents: WeakKeyDictionary[Residence, Contents] = WeakKeyDictionary()
+        """What is in place. A residence without contents may be wrong: a copy failed, or its memory was used."""
 
     def __enter__(self) -> "CpuExecutor":
         self.start()
@@ -85,8 +85,20 @@ class CpuExecutor(Executor):
     def begin_load(self, program: Program, recording: Recording | None = None) -> Callable[[], float]:
         """Queue the copies of a program's residents. See `runtime.backend.Executor`."""
         self._restored.pop(program.residence, None)
+        self.invalidate(program)
+        copied = self._begin_copies(program.residents, recording)
+
+        def wait() -> float:
+            seconds = copied()
+            self._contents[program.residence] = program.contents
+            return seconds
+
+        return wait
+
+    def _begin_copies(self, steps: Sequence[SwapStep], recording: Recording | None = None) -> Callable[[], float]:
+        """Queue copies. The returned function waits for them, and returns the seconds. It raises DeviceError."""
         run = self._new_run(recording)
-        self._swap_in.submit(run, program.residents)
+        self._swap_in.submit(run, steps)
         ticket = self._swap_in.submitted
 
         def wait() -> float:
@@ -95,39 +107,36 @@ class CpuExecutor(Executor):
             if run.error is not None:
                 self._note_loss(run.error)
                 raise DeviceError(f"a copy from the store failed: {run.error}") from run.error
-            self._stale.discard(program.residence)
             return time.perf_counter() - start_s
 
         return wait
 
-    def load_in_pieces(self, programs: Sequence[Program]) -> Iterator[None]:
-        """Load the residents that one model's programs share, about `PIECE_BYTES` per step of the iterator.
-
-        They are loaded under a separate name, so that a running version of the model is not disturbed.
-        """
-        name = f"{programs[0].name} (arriving)"
+    def load_in_pieces(self, programs: Sequence[Program], *, in_place: bool = False) -> Iterator[None]:
+        """Load the residents that one model's programs share, about `PIECE_BYTES` per step of the iterator."""
+        if in_place:
+            return
         piece: list[SwapStep] = []
         nbytes = 0
         for step in programs[0].residents:
             if piece and nbytes + step.nbytes > PIECE_BYTES:
-                self.load(replace(programs[0], name=name, residents=tuple(piece)))
+                self._begin_copies(piece)()
                 yield
                 piece, nbytes = [], 0
             piece.append(step)
             nbytes += step.nbytes
-        if piece:
-            self.load(replace(programs[0], name=name, residents=tuple(piece)))
+        self._begin_copies(piece)()
+        self._contents[programs[0].residence] = programs[0].contents
 
     def invalidate(self, program: Program) -> None:
         """Mark a program's residents as invalid: its next run loads them first."""
-        self._stale.add(program.residence)
+        self._contents.pop(program.residence, None)
 
     def release(self, program: Program) -> None:
         """Release a program that will not run again: its spill buffers, after its copies."""
         self.settle()
         restored = self._restored.pop(program.residence, None)
-        if restored is not None and not restored.failed.isdisjoint(restored.restores):
-            self._stale.add(program.residence)  # another program may have the same residents
+        if restored is not None and restored.unrestored is not None:
+            self.invalidate(program)  # another program may have the same residents
         for tensor in program.offloaded:
             tensor.close()
 
@@ -147,17 +156,19 @@ class CpuExecutor(Executor):
 
         Residents are restored even if a copy or a kernel fails. A resident that the last run could not restore is
         copied again before it is read; this run fails only if that copy fails, too. `on_recording` is always called.
+        Residents that another model of the family has left are replaced first; ops wait only for those they read.
         """
         torch.get_num_threads()  # OpenMP's setting is per thread; this call makes torch apply its own
-        if program.residence in self._stale:
+        if program.residents and program.residence not in self._contents:
             self.load(program, on_recording=on_recording)
         recording = Recording(program) if traced or on_recording is not None else None
+        start_s = time.perf_counter()
+        # The last run's restores, which this run still waits for, with what it exchanges.
+        restored, exchanged_bytes = self._exchange(program)
         run = self._new_run(recording)
         frame = program.new_frame()
         for slot, tensor in zip(program.input_slots, inputs, strict=True):
             frame[slot] = tensor
-        # `_submit` replaces the last run, whose restores this run still waits for.
-        restored = self._restored.get(program.residence)
         self._submit(program, run)
         try:
             with torch.inference_mode():
@@ -168,6 +179,8 @@ class CpuExecutor(Executor):
                 for call in program.final_calls:
                     call(frame)
                 outputs = [_output(program, frame, slot, inputs) for slot in program.output_slots]
+            if exchanged_bytes:
+                self._contents[program.residence] = program.contents
         except DeviceError as error:
             self._note_loss(error)
             raise
@@ -182,12 +195,36 @@ class CpuExecutor(Executor):
             if on_recording is not None and recording is not None:
                 run.hand_over = partial(on_recording, recording)
                 self._swap_in.finish(run)
-        latency_s = time.perf_counter() - run.start_s
+        latency_s = time.perf_counter() - start_s
         timeline = None
         if traced and recording is not None:
             self.settle()
             timeline = recording.timeline(run.start_s)
-        return Result(outputs, latency_s, stall_s, program.link_bytes, timeline)
+        return Result(outputs, latency_s, stall_s, program.link_bytes + exchanged_bytes, timeline)
+
+    def _exchange(self, program: Program) -> tuple[LaneRun | None, int]:
+        """Begin to copy the residents in whose place another model of the family has left its own.
+
+        Returns the run whose restores an inference waits for, with these copies among them, and their bytes. Until that
+        inference has ended well, the residence has no contents.
+        """
+        before = self._restored.get(program.residence)
+        steps = program.exchanges(self._contents[program.residence]) if program.residents else ()
+        if not steps:
+            return before, 0
+        self.invalidate(program)
+        run = self._new_run(None)
+        if before is not None:
+            run.failed = before.failed  # a restore that is still to come may fail
+        if program.copies_inline:
+            self.settle()
+            self._swap_in.copy_here(run, steps)
+        else:
+            self._swap_in.submit(run, steps)
+        copied = {step.tensor: run.swap_in_ticket(n) for n, step in enumerate(steps, 1)}
+        run.restores = copied if before is None else {**before.restores, **copied}
+        self._restored[program.residence] = run
+        return run, sum(step.nbytes for step in steps)
 
     def _new_run(self, recording: Recording | None) -> LaneRun:
         bases = (self._computes.value, self._swap_in.submitted, self._swap_out.submitted)
@@ -261,11 +298,9 @@ class CpuExecutor(Executor):
 
         The model's next run reloads its residents.
         """
-        error = run.error
-        if error is None and restored is not None and not restored.failed.isdisjoint(restored.restores):
-            error = restored.error
+        error = run.error or (None if restored is None else restored.unrestored)
         if error is not None:
-            self._stale.add(program.residence)
+            self.invalidate(program)
             self._note_loss(error)
             raise DeviceError(f"{program.graph.name}: a copy failed: {error}") from error
 
@@ -286,7 +321,7 @@ def _restore_again(program: Program, step: ComputeStep, last: LaneRun, run: Lane
             except Exception as error:
                 run.fail(resident.tensor, error)
             else:
-                last.failed.discard(resident.tensor)
+                last.failed.pop(resident.tensor, None)
 
 
 def _wait(lane: SwapLane, ticket: int, step: ComputeStep, run: LaneRun) -> float:

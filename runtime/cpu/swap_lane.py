@@ -63,8 +63,8 @@ class LaneRun:
     """The swap-out lane's counter before this run's swap-outs."""
     error: BaseException | None = None
     """Error of the first failed copy."""
-    failed: set[int] = field(default_factory=set)
-    """Tensors whose copy failed and has not been repeated."""
+    failed: dict[int, BaseException] = field(default_factory=dict)
+    """Error of each tensor whose copy failed and has not been repeated."""
     restores: Mapping[int, int] = field(default_factory=dict)
     """Ticket of each initial resident that this run restores."""
     recording: Recording | None = None
@@ -75,7 +75,12 @@ class LaneRun:
     def fail(self, tensor: int, error: BaseException) -> None:
         """Record a failed copy."""
         self.error = self.error or error
-        self.failed.add(tensor)
+        self.failed[tensor] = error
+
+    @property
+    def unrestored(self) -> BaseException | None:
+        """Error of a failed restore that has not been repeated."""
+        return next((error for tensor, error in list(self.failed.items()) if tensor in self.restores), None)
 
     def swap_in_ticket(self, count: int) -> int:
         """Return the ticket of the first `count` swap-ins; 0 for none, so that no earlier run is awaited."""

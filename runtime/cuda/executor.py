@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 
 from cohabit.planner.errors import CohabitError, format_bytes
 from cohabit.runtime.backend import Capture, Executor, Result
-from cohabit.runtime.binding.program import Residence
+from cohabit.runtime.binding.program import Contents, Residence
 from cohabit.runtime.cuda.capture import capture, capture_sized, is_wanted
 from cohabit.runtime.cuda.commands import Command
 from cohabit.runtime.cuda.driver import CudaDriver, CudaGraph
@@ -90,8 +91,9 @@ class CudaExecutor(Executor):
         """Of each further inference: its begin and its outputs on the device."""
         self._ended_s = 0.0
         """When the outputs of the last inference were there."""
-        self._stale: set[Residence] = set()
-        """Residents that may be invalid: a copy or kernel failed, or another model used their memory."""
+        self._contents: WeakKeyDictionary[Residence, Contents] = WeakKeyDictionary()
+        """What is in place. A residence without contents may be invalid: a copy or kernel failed, or its memory was
+        used."""
         self._admitted: list[CudaProgram] = []
 
     def start(self) -> None:
@@ -135,8 +137,8 @@ class CudaExecutor(Executor):
                 self._admit(program)
         return time.perf_counter() - start
 
-    def load_in_pieces(self, programs: Sequence[CudaProgram]) -> Iterator[None]:
-        """Load and admit one program per step of the iterator."""
+    def load_in_pieces(self, programs: Sequence[CudaProgram], *, in_place: bool = False) -> Iterator[None]:
+        """Load and admit one program per step of the iterator; to be admitted, it runs, `in_place` or not."""
         for n, program in enumerate(programs):
             if n:
                 yield
@@ -153,7 +155,7 @@ class CudaExecutor(Executor):
             self._driver.synchronize(transfer.event)
             if transfer.error is not None:
                 raise DeviceError(f"{program.graph.name}: a copy failed: {transfer.error}") from transfer.error
-            self._stale.discard(program.residence)
+            self._contents[program.residence] = program.contents
 
     def settle(self) -> None:
         """Wait until every inference has ended, and the swap-in lane is idle."""
@@ -187,7 +189,7 @@ class CudaExecutor(Executor):
     def launches_ahead(self, program: CudaProgram) -> bool:
         """Whether a program is one graph with sizes of its own, and has nothing in common with a launched one."""
         is_replayed = program.admission.graph is not None and not program.bucket.sizes
-        return is_replayed and program.residence not in self._stale and self._is_apart(program)
+        return is_replayed and program.residence in self._contents and self._is_apart(program)
 
     def _is_apart(self, program: CudaProgram) -> bool:
         """Whether no launched inference uses the program's buffers, or is yet to restore its residents."""
@@ -221,9 +223,16 @@ class CudaExecutor(Executor):
         # Residents first: a failed epilogue leaves wrong bytes.
         epilogue = self._transfers.take(program.residence)
         is_restored = epilogue is None or epilogue.error is None
-        if program.admission.pool is None or program.residence in self._stale or not is_restored:
+        if program.admission.pool is None or program.residence not in self._contents or not is_restored:
             self.load(program)
             epilogue = None
+        elif exchanges := program.exchanges(self._contents[program.residence]):
+            with self._faults(program):  # on the swap-in stream, behind the epilogue
+                epilogue = self._transfers.issue(program.residence, [step.copy for step in exchanges])
+                self._transfers.take(program.residence)
+                if epilogue.error is not None:
+                    raise DeviceError(f"{program.graph.name}: a copy failed: {epilogue.error}") from epilogue.error
+            self._contents[program.residence] = program.contents
         with self._faults(program):
             watch = CudaStopwatch(self._driver, program) if traced else None
             if not self._flights:
@@ -419,7 +428,7 @@ class CudaExecutor(Executor):
     def invalidate(self, program: CudaProgram) -> None:
         """Note that a program's residents are not in place: its next run loads them first."""
         self._land()
-        self._stale.add(program.residence)
+        self._contents.pop(program.residence, None)
 
     def release(self, program: CudaProgram) -> None:
         """Release the graphs, the pool and the buffers of a program that will not run again, after its transfers."""
@@ -429,7 +438,7 @@ class CudaExecutor(Executor):
         self._admitted = [p for p in self._admitted if p is not program]
         if all(p.residence != program.residence for p in self._admitted):
             self._transfers.take(program.residence)
-            self._stale.discard(program.residence)
+            self._contents.pop(program.residence, None)
         with self._shared.exclusive:
             program.close(self._driver)
             self._shared.note_memory(self._driver)
@@ -443,7 +452,7 @@ class CudaExecutor(Executor):
             yield
         except Exception as error:
             self._land()  # what follows waits for the device, and takes its errors
-            self._stale.add(program.residence)
+            self._contents.pop(program.residence, None)
             with self._shared.exclusive:
                 traceback.clear_frames(error.__traceback__)  # frees activations of the failed run
                 is_working = self._driver.is_working()

@@ -5,7 +5,7 @@ thread that issues the copies. The link may wait until a slot is filled, but no 
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -14,8 +14,9 @@ import torch
 
 from cohabit.runtime.cuda.decoding import EncodedCopy
 from cohabit.runtime.cuda.driver import CudaDriver
-from cohabit.runtime.lowering.weights import Manifest, Segment
+from cohabit.runtime.lowering.weights import Manifest, Segment, open_files, stored_ranges
 from cohabit.runtime.memory import Copy, HostStore, SpillBuffer, StoreKind
+from cohabit.runtime.pieces import key_of
 from cohabit.runtime.stores.host import find_table, read_weights, table_view
 from cohabit.runtime.stores.pages import Bytes
 from cohabit.runtime.stores.pinned import PinnedMemory
@@ -49,6 +50,9 @@ class PinnedStore:
         self._host = pinned.take(manifest.file_bytes, path.parent.name)
         try:
             read_weights(path, manifest, self._host, verify_reads=verify_reads)
+            ranges = stored_ranges(path, manifest)
+            with open_files(ranges) as files:
+                self._keys = [key_of("ram", files[r.path], r.offset, r.digest) for r in ranges]
         except BaseException:
             self.close()
             raise
@@ -67,6 +71,10 @@ class PinnedStore:
         ends = accumulate(s.nbytes for s in self._manifest.segments[segment:])
         count = next(n for n, end in enumerate(ends, 1) if end >= nbytes)
         return list(self._manifest.segments[segment : segment + count])
+
+    def source(self, index: int) -> Hashable:
+        key = self._keys[index]
+        return key if key.digest else (self, index)
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)
@@ -168,6 +176,9 @@ class StagedStore:
 
     def copy(self, segment: int, destination: torch.Tensor) -> Copy:
         return lambda: self._ring.pass_through(lambda host: self._source.copy(segment, host)(), destination)
+
+    def source(self, index: int) -> Hashable:
+        return self._source.source(index)
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self._manifest, name)

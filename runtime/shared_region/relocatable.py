@@ -61,6 +61,7 @@ class RelocatableModel:
             swap_outs=(),
             offloaded=(),
             residents=(),
+            contents=(),
             final_calls=self._bound(drafted.final_calls),
             constants={},
             epilogue=0,

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO
@@ -91,6 +91,10 @@ class RamStore:
         if s.is_encoded and destination.nbytes >= s.nbytes:
             return partial(_decode, decodings(s, source, destination))
         return lambda: np.copyto(destination, source[: destination.nbytes])
+
+    def source(self, index: int) -> Hashable:
+        key = self._held[index][0]
+        return key if key.digest else (self, index)
 
     def table(self, name: str) -> torch.Tensor:
         table = find_table(self.manifest, name)
@@ -174,6 +178,10 @@ class FileStore:
             _decode(decoded)
 
         return read
+
+    def source(self, index: int) -> Hashable:
+        stored = self._ranges[index]
+        return key_of("file", self._fd(index), stored.offset, stored.digest) if stored.digest else (self, index)
 
     def _verify(self, segment: int, read: Bytes) -> None:
         nbytes = self.manifest.segments[segment].file_bytes
@@ -354,6 +362,9 @@ class LimitedStore:
         copy = self._store.copy(segment, destination)
         nbytes = min(destination.nbytes, self._store.manifest.segments[segment].file_bytes)
         return lambda: link.run(copy, nbytes)
+
+    def source(self, index: int) -> Hashable:
+        return self._store.source(index)
 
     def table(self, name: str) -> torch.Tensor:
         return self._store.table(name)

@@ -25,7 +25,15 @@ from cohabit.server.config.sources import QUEUE_SHARE
 from cohabit.server.deploy.bundle import division_of
 from cohabit.server.deploy.divide import Planner
 from cohabit.server.deploy.load import PartitionedMemory
-from cohabit.server.deploy.model import Model, PlansFound
+from cohabit.server.deploy.model import (
+    Model,
+    PlansFound,
+    are_siblings,
+    demand_of,
+    families_of,
+    partitions_of,
+    weight_bytes,
+)
 from cohabit.server.deploy.partitions import Partitions
 from cohabit.server.deploy.prepare import OnProgress
 from cohabit.server.deploy.worker import in_thread
@@ -44,9 +52,10 @@ _STEP_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Resizing:
-    """New partition sizes for loaded models, and new plans for some; all by load id (`Model.load_id`)."""
+    """New partition sizes for loaded models, and new plans for some; all by partition id (`Model.partition_id`)."""
 
-    models: Mapping[str, Model]
+    models: Mapping[str, Sequence[Model]]
+    """The models in each partition."""
     sizes: Mapping[str, int]
     workspace_bytes: int
     plans: Mapping[str, PlansFound]
@@ -56,7 +65,8 @@ class Resizing:
 class Decision:
     """Memory for new models, and the changes to loaded ones that free it."""
 
-    memories: Sequence[Memory]
+    memories: Mapping[str, Memory]
+    """By partition id."""
     displaced: Model | None = None
     """The replaced model, if memory does not hold both."""
     resizing: Resizing | None = None
@@ -86,19 +96,48 @@ class Decider:
         return self._memory.arena is None
 
     async def decide(self, models: Sequence[Model], old: Model | None, on_progress: OnProgress) -> Decision:
-        """Return memory for all initial models, or for one more, which may replace `old`.
+        """Return memory for all initial models, or for one more, which may replace `old`. Sets their partition ids.
 
         Raises CohabitError if memory is too small; the error names the smallest sufficient size.
         """
+        families = self._families(models)
         if len(models) == 1 and self._memory.models:
             (model,) = models
+            if (sibling := self._sibling(model, old)) is not None:
+                model.partition_id, model.profiles = sibling.partition_id, sibling.profiles
+                model.most_batch = sibling.most_batch
+                return Decision({model.partition_id: sibling.found.memory})
+            if old is not None and len(partitions_of(self._memory.models.values())[old.partition_id]) > 1:
+                old = None  # its family keeps the partition
             memory = await self._free_memory(model, None)
             if memory is not None:
-                return Decision([memory])
+                return Decision({model.partition_id: memory})
             memory = None if old is None else await self._free_memory(model, old)
             if memory is not None:
-                return Decision([memory], displaced=old)
-        return await self._divided(models, old, on_progress)
+                return Decision({model.partition_id: memory}, displaced=old)
+        return await self._divided(families, old, on_progress)
+
+    def _families(self, models: Sequence[Model]) -> list[list[Model]]:
+        """Return the families among new models, which take the profiles of their first member."""
+        share = self._config.has_partitions and self._bundle is None
+        families = families_of(models, self._memory.partitions.lanes) if share else [[model] for model in models]
+        for model in models:
+            model.load_id = self._memory.new_load_id(model.key)
+        for family in families:
+            for model in family:
+                model.partition_id, model.profiles = family[0].load_id, family[0].profiles
+        return families
+
+    def _sibling(self, model: Model, old: Model | None) -> Model | None:
+        """Return a loaded model whose partition a new one can use, in the smallest of such families; None without."""
+        if not self._config.has_partitions or self._bundle is not None:
+            return None
+        found = [
+            members
+            for members in partitions_of(self._memory.models.values()).values()
+            if (old is None or members[0].lane == old.lane) and are_siblings(members[0], model)
+        ]
+        return min(found, key=len)[0] if found else None
 
     async def plan(self, model: Model, memory: Memory, on_search: Callable[[], None]) -> None:
         """Set a model's plans: those of an equal model or cached ones if there are any, otherwise new ones.
@@ -130,7 +169,7 @@ class Decider:
         """
         partitions = self._memory.partitions.copied()
         if without is not None:
-            partitions.release(without.load_id)
+            partitions.release(without.partition_id)
         memory = self._memory_of_equals(model, partitions)
         if memory is None:
             memory = await in_thread(self._planner.memory_for, model.demand, partitions)
@@ -139,7 +178,7 @@ class Decider:
         return memory
 
     def _equals(self, model: Model) -> Iterator[Model]:
-        """Yield the loaded models with the same graphs and profiles, as the members of a family have."""
+        """Yield the loaded models with the same graphs and profiles, whatever their weights are."""
         for other in self._memory.models.values():
             if other.profiles == model.profiles and other.most_batch == model.most_batch:
                 yield other
@@ -157,47 +196,58 @@ class Decider:
                 return other.found.memory
         return None
 
-    async def _divided(self, models: Sequence[Model], old: Model | None, on_progress: OnProgress) -> Decision:
-        """Divide memory among these and the loaded models; loaded ones that get less will move."""
+    async def _divided(
+        self, families: Sequence[Sequence[Model]], old: Model | None, on_progress: OnProgress
+    ) -> Decision:
+        """Divide memory among these families and the loaded models; loaded ones that get less will move."""
         partitions = self._memory.partitions
-        others = [model for model in self._memory.models.values() if model is not old]
+        loaded = {
+            key: models for key, models in partitions_of(self._memory.models.values()).items() if models != [old]
+        }
+        others = list(loaded.values())
         if self._all_resident and others:
-            raise await in_thread(self._resident_refusal, models[0], others)
+            raise await in_thread(self._resident_refusal, families[0][0], list(loaded))
         measured = None
         if self._at_start:
-            self.memory_bytes, measured = await in_thread(self._measured_memory, models)
-        divide = partial(self._division, others, models, partial(on_progress, "planning", "dividing the memory"))
+            self.memory_bytes, measured = await in_thread(self._measured_memory, families)
+        divide = partial(self._division, others, families, partial(on_progress, "planning", "dividing the memory"))
         division = await in_thread(divide)
-        _leave_out_batches(models, division.most_batches[len(others) :])
-        if measured is not None and (kept_bytes := await in_thread(self._kept_bytes, models, division)):
+        _leave_out_batches(families, division.most_batches[len(others) :])
+        if measured is not None and (kept_bytes := await in_thread(self._kept_bytes, families, division)):
             # Activations are in the heap, beside the arena, whose workspace copies of other models have filled.
             measured = replace(measured, kept_bytes=kept_bytes)
-            self.memory_bytes = await in_thread(self._within, measured, models)
+            self.memory_bytes = await in_thread(self._within, measured, families)
             division = await in_thread(divide)
-            _leave_out_batches(models, division.most_batches[len(others) :])
+            _leave_out_batches(families, division.most_batches[len(others) :])
 
         self._process_memory = self._process_memory or measured
 
         # Loaded models keep their partitions, or shrink to their share.
         workspace = division.workspace_bytes
-        held = {model.load_id: partitions.held[model.load_id] for model in others}
+        held_bytes = {key: partitions.held[key].nbytes for key in loaded}
         shares, own = division.partition_bytes[: len(others)], division.partition_bytes[len(others) :]
-        kept = {m.load_id: min(nbytes, held[m.load_id].nbytes) for m, nbytes in zip(others, shares, strict=True)}
+        kept = {key: min(nbytes, held_bytes[key]) for key, nbytes in zip(loaded, shares, strict=True)}
         plans = {
-            model.load_id: await in_thread(self._first_plans, model, Memory(workspace, kept[model.load_id]))
-            for model in others
-            if kept[model.load_id] < held[model.load_id].nbytes
+            key: await in_thread(self._first_plans, models[0], Memory(workspace, kept[key]))
+            for key, models in loaded.items()
+            if kept[key] < held_bytes[key]
         }
-        resizing = Resizing({model.load_id: model for model in others}, kept, workspace, plans)
-        return Decision([Memory(workspace, nbytes) for nbytes in own], old, resizing)
+        resizing = Resizing(loaded, kept, workspace, plans)
+        memories = {f[0].partition_id: Memory(workspace, nbytes) for f, nbytes in zip(families, own, strict=True)}
+        return Decision(memories, old, resizing)
 
-    def _division(self, others: list[Model], models: Sequence[Model], on_divided: Callable[[], None]) -> Division:
-        """Return the division of memory among models, loaded ones first. Raises InfeasibleBudget."""
+    def _division(
+        self,
+        others: Sequence[Sequence[Model]],
+        families: Sequence[Sequence[Model]],
+        on_divided: Callable[[], None],
+    ) -> Division:
+        """Return the division of memory among families, loaded ones first. Raises InfeasibleBudget."""
         if self._bundle is not None:
-            return division_of(self._bundle, [model.source for model in models])
+            return division_of(self._bundle, [family[0].source for family in families])
         partitions, at_start = self._memory.partitions, self._at_start
 
-        demands = [*(model.demand for model in others), *(model.whole_demand for model in models)]
+        demands = [*map(demand_of, others), *(demand_of(family, whole=True) for family in families)]
         division = self._planner.division(
             demands,
             self.memory_bytes if at_start else partitions.arena_bytes,
@@ -210,24 +260,24 @@ class Decider:
         )
         return division
 
-    def _measured_memory(self, models: Sequence[Model]) -> tuple[int, "ProcessMemory | None"]:
+    def _measured_memory(self, families: Sequence[Sequence[Model]]) -> tuple[int, "ProcessMemory | None"]:
         """Return the memory for the initial models, and with --process-memory the parts of the process's.
 
         Raises ConfigError if --process-memory leaves too little.
         """
-        config = self._config
+        config, models = self._config, [model for family in families for model in family]
         if config.process_memory_bytes is None:
-            return self.memory_limit.of(sum(model.weight_bytes for model in models)), None
+            return self.memory_limit.of(weight_bytes(models)), None
         measured = measure_process_memory(config.process_memory_bytes, models, config)
-        return self._within(measured, models), measured
+        return self._within(measured, families), measured
 
-    def _within(self, measured: "ProcessMemory", models: Sequence[Model]) -> int:
+    def _within(self, measured: "ProcessMemory", families: Sequence[Sequence[Model]]) -> int:
         """Return what a process's memory leaves for the initial models. Raises ConfigError if it is too little."""
         if self._bundle is not None:
             measured.require(self._bundle.memory_bytes)
             return self._bundle.memory_bytes
         measured.require(
-            self._planner.least_memory([model.whole_demand for model in models], measured.models_bytes)
+            self._planner.least_memory([demand_of(f, whole=True) for f in families], measured.models_bytes)
         )
         self.memory_limit = FixedSize(measured.models_bytes)
         return measured.models_bytes
@@ -248,11 +298,12 @@ class Decider:
                 fields["stays_within"] = f"--process-memory {lower_bytes >> 20}MiB"
             _log.warning("the processes may take more memory than --process-memory", extra={"fields": fields})
 
-    def _kept_bytes(self, models: Sequence[Model], division: Division) -> int:
+    def _kept_bytes(self, families: Sequence[Sequence[Model]], division: Division) -> int:
         """Return the memory that activations take beside a workspace that another model's copies have filled.
 
         The division counts them in the workspace. On a CPU they are in the heap, which keeps a quarter more.
         """
+        models = [family[0] for family in families]
         most_bytes = [
             min(
                 max(max(live_activation_bytes(graph)) for graph in model.demand.graphs.values()),
@@ -271,7 +322,7 @@ class Decider:
     def _all_resident(self) -> bool:
         return self._config.layout == "resident"
 
-    def _resident_refusal(self, model: Model, others: list[Model]) -> CohabitError:
+    def _resident_refusal(self, model: Model, others: Sequence[str]) -> CohabitError:
         """Return the error for a model that does not fit in the resident layout."""
         partitions, name = self._memory.partitions, model.key.name
         workspace = self._planner.least_workspace(model.demand, partitions.arena_bytes)
@@ -281,7 +332,7 @@ class Decider:
                 f" {partitions.lanes} lanes has {format_bytes(partitions.workspace_bytes)}; load this model when the"
                 " server starts, or before the others"
             )
-        taken = sum(partitions.held[other.load_id].nbytes for other in others) + partitions.workspaces.nbytes
+        taken = sum(partitions.held[other].nbytes for other in others) + partitions.workspaces.nbytes
         return InfeasibleBudget(name, None, partitions.arena_bytes, taken + model.parameter_bytes)
 
     def _first_plans(self, model: Model, memory: Memory) -> PlansFound:
@@ -290,11 +341,12 @@ class Decider:
         return PlansFound(known or self._planner.quick_plans(model.demand, memory), searched=known is not None)
 
 
-def _leave_out_batches(models: Sequence[Model], most_batches: Sequence[int]) -> None:
+def _leave_out_batches(families: Sequence[Sequence[Model]], most_batches: Sequence[int]) -> None:
     """Apply a division's largest batches, and log the models whose larger batches are split."""
-    for model, most in zip(models, most_batches, strict=bool(most_batches)):
-        model.plan_batches_to(most)
-    if fewer := {model.key.name: model.most_batch for model in models if model.most_batch is not None}:
+    for family, most in zip(families, most_batches, strict=bool(most_batches)):
+        for model in family:
+            model.plan_batches_to(most)
+    if fewer := {m.key.name: m.most_batch for family in families for m in family if m.most_batch is not None}:
         _log.info(
             "largest batches run as several smaller ones: their activations would take memory that parameters need",
             extra={"fields": {"largest": fewer}},

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cohabit.planner.profile import Profile
 from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.shares import Curve, Point, latency_weights, share_out, weighted_latency_s
-from cohabit.server.deploy.model import Model, PlansFound
+from cohabit.server.deploy.model import Model, PlansFound, partitions_of
 from cohabit.server.deploy.place import ModelPlacement
 from cohabit.server.deploy.replan import Replanner
 from cohabit.server.deploy.worker import in_thread
@@ -30,7 +30,7 @@ Requests = Callable[[], Mapping[str, int]]
 
 @dataclass(slots=True)
 class _Sizes:
-    """Plans of a model for partitions of several sizes."""
+    """Plans of a family for partitions of several sizes."""
 
     workspace_bytes: int
     profiles: Mapping[Bucket, Profile]
@@ -64,7 +64,7 @@ class Elastic:
         self._requests = requests
         self._clock = clock
         self._sizes: dict[str, _Sizes] = {}
-        """By load id."""
+        """By partition id."""
         self._counted: deque[tuple[float, dict[str, int]]] = deque()
         """The window's counts: the time, and each model's number of requests until then."""
         self._first: dict[str, int] = {}
@@ -85,23 +85,29 @@ class Elastic:
         rates_per_s = self._rates_per_s()
         if rates_per_s is None or rates_per_s.keys() != models.keys():
             return
-        unplanned = self._unplanned(models)
-        if len(unplanned) == len(models):
+        families = {key: family[0] for key, family in partitions_of(models.values()).items()}
+        unplanned = self._unplanned(families)
+        if len(unplanned) == len(families):
             await self._plan(unplanned)
             unplanned = {}
         if self._sizes and self._placement.memory.models == models:
             await self._divide(models, rates_per_s)
         await self._plan(unplanned)
 
-    async def _divide(self, models: Mapping[str, Model], rates_per_s: Mapping[str, float]) -> None:
-        """Divide memory again among planned models if that saves enough. The others keep their sizes."""
-        placement = self._placement
+    async def _divide(self, loaded: Mapping[str, Model], rates_of: Mapping[str, float]) -> None:
+        """Divide memory again among planned families if that saves enough. The others keep their sizes.
+
+        `loaded` has the models, and `rates_of` their requests per second, by load id.
+        """
+        placement, partitioned = self._placement, partitions_of(loaded.values())
+        models = {key: family[0] for key, family in partitioned.items()}
+        rates_per_s = {key: sum(rates_of[model.load_id] for model in family) for key, family in partitioned.items()}
         partitions = placement.memory.partitions
         memory_bytes = partitions.arena_bytes - partitions.workspaces.nbytes
         workspace_bytes = partitions.workspace_bytes
         sizes = {
-            load_id: self._sizes.get(load_id) or _Sizes(workspace_bytes, model.profiles, {})
-            for load_id, model in models.items()
+            key: self._sizes.get(key) or _Sizes(workspace_bytes, model.profiles, {})
+            for key, model in models.items()
         }
         chosen, gain = await in_thread(_share_out, models, sizes, rates_per_s, memory_bytes)
         if gain < LEAST_GAIN:
@@ -109,28 +115,28 @@ class Elastic:
         changed: dict[str, PlansFound] = {}
 
         def choose() -> dict[str, PlansFound] | None:
-            if placement.memory.models != models or workspace_bytes != partitions.workspace_bytes:
+            if placement.memory.models != loaded or workspace_bytes != partitions.workspace_bytes:
                 return None  # models were loaded, unloaded or moved meanwhile
-            for load_id, size in chosen.items():
-                if size != partitions.held[load_id].nbytes:
-                    changed[load_id] = sizes[load_id].plans[size]
+            for key, size in chosen.items():
+                if size != partitions.held[key].nbytes:
+                    changed[key] = sizes[key].plans[size]
             return changed
 
         start_s = self._clock()
         if not await placement.redivide(choose):
             return
-        scale = sum(model.rate_per_s for model in models.values()) / sum(rates_per_s.values())
-        for load_id, model in models.items():  # models that are loaded later are compared with these rates
-            model.rate_per_s = rates_per_s[load_id] * scale
+        scale = sum(model.rate_per_s for model in loaded.values()) / sum(rates_of.values())
+        for load_id, model in loaded.items():  # models that are loaded later are compared with these rates
+            model.rate_per_s = rates_of[load_id] * scale
         self.divisions += 1
         self._counted.clear()
         fields = {
-            "models": [models[load_id].key.name for load_id in changed],
+            "models": [model.key.name for key in changed for model in partitioned[key]],
             "predicted_gain": round(gain, 2),
             "seconds": round(self._clock() - start_s, 2),
         }
         _log.info("memory was divided again by measured request rates", extra={"fields": fields})
-        self._replanner.begin([models[load_id] for load_id in changed if load_id in placement.memory.models])
+        self._replanner.begin([models[key] for key in changed if not placement.is_displaced(models[key])])
 
     def _rates_per_s(self) -> dict[str, float] | None:
         """Return each model's requests per second in the shortest sufficient window; None if there is none yet."""
@@ -145,7 +151,8 @@ class Elastic:
 
         def is_enough(begin: tuple[float, dict[str, int]]) -> bool:
             requests = sum(count - before_of(begin[1], load_id) for load_id, count in counts.items())
-            return now_s - begin[0] >= LEAST_WINDOW_S and requests >= REQUESTS_PER_MODEL * len(counts)
+            partitions = len(self._placement.memory.partitions.held)
+            return now_s - begin[0] >= LEAST_WINDOW_S and requests >= REQUESTS_PER_MODEL * partitions
 
         while len(self._counted) > 1 and is_enough(self._counted[1]):
             self._counted.popleft()
@@ -159,38 +166,35 @@ class Elastic:
         }
 
     def _unplanned(self, models: Mapping[str, Model]) -> dict[str, Model]:
-        """Return the models without plans for several sizes, and forget unloaded ones."""
+        """Return the families without plans for several sizes, and forget unloaded ones."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
-        known = {load_id: sizes for load_id, sizes in self._sizes.items() if load_id in models}
-        unplanned = {
-            load_id: model
-            for load_id, model in models.items()
-            if load_id not in known
-            or (known[load_id].workspace_bytes, known[load_id].profiles) != (workspace_bytes, model.profiles)
+        self._sizes = {
+            key: sizes
+            for key, sizes in self._sizes.items()
+            if key in models and (sizes.workspace_bytes, sizes.profiles) == (workspace_bytes, models[key].profiles)
         }
-        self._sizes = {load_id: sizes for load_id, sizes in known.items() if load_id not in unplanned}
-        return unplanned
+        return {key: model for key, model in models.items() if key not in self._sizes}
 
     async def _plan(self, models: Mapping[str, Model]) -> None:
         """Plan models for several sizes. Stops while the replanner is busy, because profiles may still change."""
         workspace_bytes = self._placement.memory.partitions.workspace_bytes
-        for load_id, model in models.items():
+        for key, model in models.items():
             if self._replanner.is_busy:
                 return
             made = await in_thread(self._placement.planner.first_plans_by_size, model.demand, workspace_bytes)
             found = [PlansFound(plans, searched=searched) for plans, searched in made]
             by_size = {plans.memory.partition_bytes: plans for plans in found}
-            self._sizes[load_id] = _Sizes(workspace_bytes, model.profiles, by_size)
+            self._sizes[key] = _Sizes(workspace_bytes, model.profiles, by_size)
 
 
 def _share_out(
     models: Mapping[str, Model], sizes: Mapping[str, _Sizes], rates_per_s: Mapping[str, float], memory_bytes: int
 ) -> tuple[dict[str, int], float]:
-    """Return the best partition sizes, by load id, and the share of the predicted latency that they save."""
-    curves = [sizes[load_id].curve(model) for load_id, model in models.items()]
+    """Return the best partition sizes, by partition id, and the share of the predicted latency that they save."""
+    curves = [sizes[key].curve(model) for key, model in models.items()]
     compute_s = [model.profiles[min(model.profiles)].compute_s for model in models.values()]
-    weights = latency_weights([rates_per_s[load_id] for load_id in models], compute_s)
+    weights = latency_weights([rates_per_s[key] for key in models], compute_s)
     now = [Point(model.found.memory.partition_bytes, model.latency_s(model.plans)) for model in models.values()]
     chosen = share_out(curves, weights, memory_bytes)
     gain = 1 - weighted_latency_s(chosen, weights) / weighted_latency_s(now, weights)
-    return {load_id: point.partition_bytes for load_id, point in zip(models, chosen, strict=True)}, gain
+    return {key: point.partition_bytes for key, point in zip(models, chosen, strict=True)}, gain

@@ -11,7 +11,7 @@ from cohabit.runtime.binding.program import Bases, Program
 from cohabit.runtime.lowering.weights import BLOCK_BYTES
 from cohabit.runtime.memory import DeviceArena
 from cohabit.server.config.machine import resident_bytes
-from cohabit.server.deploy.model import Model, Plans, Programs
+from cohabit.server.deploy.model import Model, Plans, Programs, partitions_of
 from cohabit.server.deploy.notices import (
     log_stored,
     warn_of_changed_inputs,
@@ -64,12 +64,17 @@ class PartitionedMemory:
         self.shared = open_layout(self.backend, self.arena, workspace_bytes, region_bytes)
 
     def assign_lanes(self, models: Sequence[Model]) -> None:
-        """Assign planned models to compute lanes, counting the load of loaded models."""
+        """Assign planned models to compute lanes, families as a whole, counting the load of loaded models."""
         busy = [0.0] * len(self.executors)
+        lanes: dict[str, int] = {}
         for model in self.models.values():
             busy[model.lane] += model.expected_load
-        for model, lane in zip(models, assign_lanes([m.expected_load for m in models], busy), strict=True):
-            model.lane = lane
+            lanes[model.partition_id] = model.lane
+        new = partitions_of(model for model in models if model.partition_id not in lanes)
+        loads = [sum(model.expected_load for model in family) for family in new.values()]
+        lanes |= zip(new, assign_lanes(loads, busy), strict=True)
+        for model in models:
+            model.lane = lanes[model.partition_id]
 
     def new_load_id(self, model: ModelKey) -> str:
         """Return a unique load id for a version."""
@@ -100,8 +105,7 @@ class PartitionedMemory:
             start_s = time.perf_counter()
             profile = model.profiles[bucket]
             program = self.backend.build(model.lowered, plan, profile, self.arena, bases, model.store)
-            # A name per load, because residents are not shared between versions, or between loads of one.
-            programs[bucket] = replace(program, name=model.load_id)
+            programs[bucket] = replace(program, name=model.partition_id)
             if throttle:
                 time.sleep(time.perf_counter() - start_s)
 
@@ -133,9 +137,13 @@ class PartitionedMemory:
         model.shares = self.shared is not None
         self.models[model.load_id] = model
 
-    def resident_load(self, programs: Programs, lane: int) -> BackgroundWork:
-        """Return background work that loads a model's residents, which all buckets share."""
-        pieces = self.executors[lane].load_in_pieces([programs[bucket] for bucket in sorted(programs)])
+    def resident_load(self, programs: Programs, lane: int, *, in_place: bool = False) -> BackgroundWork:
+        """Return background work that loads a model's residents, which all buckets share.
+
+        With `in_place`, its family's are there already.
+        """
+        each = [programs[bucket] for bucket in sorted(programs)]
+        pieces = self.executors[lane].load_in_pieces(each, in_place=in_place)
         return lambda: next(pieces, True) is True
 
     def release_programs(self, programs: Programs, lane: int) -> None:
@@ -147,7 +155,11 @@ class PartitionedMemory:
 
     def extent_of(self, model: Model) -> Extent:
         """Return a model's partition, or the shared region."""
-        return self.partitions.held[_SHARED if model.shares else model.load_id]
+        return self.partitions.held[_SHARED if model.shares else model.partition_id]
+
+    def family_of(self, model: Model) -> list[Model]:
+        """Return the loaded models in a model's partition."""
+        return partitions_of(self.models.values()).get(model.partition_id, [])
 
     @property
     def taken_bytes(self) -> int:
@@ -155,9 +167,13 @@ class PartitionedMemory:
         return self.partitions.arena_bytes - self.partitions.free_bytes
 
     def remove(self, model: Model) -> None:
-        """Release a model's bytes. The lanes must no longer use it; the caller closes its store."""
-        self.partitions.release(model.load_id)
+        """Release a model's bytes, unless its family has others. The lanes must no longer use it.
+
+        The caller closes its store.
+        """
         self.models.pop(model.load_id, None)
+        if not self.family_of(model):
+            self.partitions.release(model.partition_id)
 
     def use(self) -> DeviceUse:
         """Return memory use, and the swap-in lanes' busy time if the device measures it."""
@@ -181,13 +197,14 @@ class PartitionedMemory:
 
     def _extents(self) -> Iterator[ArenaExtent]:
         """Yield the arena's address map: each lane's workspace, then partitions, then free ranges."""
-        partitions = self.partitions
+        partitions, models = self.partitions, partitions_of(self.models.values())
         for lane in range(partitions.lanes):
             yield ArenaExtent("workspace", lane * partitions.workspace_bytes, partitions.workspace_bytes)
-        for load_id, extent in partitions.held.items():
-            model = self.models.get(load_id)
+        for key, extent in partitions.held.items():
+            family = models.get(key, ())
             use: Literal["partition", "shared"] = "partition" if self.shared is None else "shared"
-            yield ArenaExtent(use, extent.offset, extent.nbytes, None if model is None else model.key)
+            first = family[0].key if family else None
+            yield ArenaExtent(use, extent.offset, extent.nbytes, first, max(len(family) - 1, 0))
         for gap in partitions.gaps():
             yield ArenaExtent("free", gap.offset, gap.nbytes)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cohabit.planner.errors import format_bytes
 from cohabit.server.activations import workspace_words
 from cohabit.server.deploy.load import PartitionedMemory
-from cohabit.server.deploy.model import Model
+from cohabit.server.deploy.model import Model, partitions_of
 
 _BAR_CELLS = 16
 _COLUMNS = ("model", "offset", "partition", "weights", "resident", "", "predicted", "bound", "resident run")
@@ -19,22 +19,23 @@ def draw(layout: str, memory_bytes: int, memory: PartitionedMemory) -> str:
 
     Version numbers are shown for models with several loaded versions.
     """
-    models = list(memory.models.values())
+    families = list(partitions_of(memory.models.values()).values())
+    models = [family[0] for family in families]
     several = memory.partitions.lanes > 1
     columns = (*_COLUMNS, "lane") if several else _COLUMNS
-    versions = Counter(model.key.name for model in models)
+    versions = Counter(model.key.name for model in memory.models.values())
     rows = [
         [
-            model.key.name if versions[model.key.name] == 1 else f"{model.key.name} version {model.key.version}",
-            *_cells(model, memory),
-            *([str(model.lane)] if several else []),
+            _name(family, named_by_version=versions[family[0].key.name] > 1),
+            *_cells(family[0], memory),
+            *([str(family[0].lane)] if several else []),
         ]
-        for model in models
+        for family in families
     ]
     workspaces = [[*row, *[""] * (len(columns) - len(row))] for row in _workspaces(memory)]
     widths = [max(len(row[n]) for row in (columns, *rows, *workspaces)) for n in range(len(columns))]
     rule = "─" * (sum(widths) + 2 * len(widths))
-    taken, whole, count = format_bytes(memory.taken_bytes), format_bytes(memory_bytes), len(models)
+    taken, whole, count = format_bytes(memory.taken_bytes), format_bytes(memory_bytes), len(memory.models)
     title = f"{layout} layout: {taken} of {whole} for {count} model{'s' * (count != 1)}"
     lines = [title, _line(columns, columns, widths), rule]
     lines += [_line(row, columns, widths) for row in rows]
@@ -42,6 +43,12 @@ def draw(layout: str, memory_bytes: int, memory: PartitionedMemory) -> str:
     if words := workspace_words(one for model in models for one in model.footprint.activations(model.key.name)):
         lines.append(f" of each workspace, {words}" if several else f" of the workspace, {words}")
     return "\n".join(lines)
+
+
+def _name(family: Sequence[Model], *, named_by_version: bool) -> str:
+    """Return the name of a partition's model, or of its first and the number of the others."""
+    first, more = family[0].key, f" and {len(family) - 1} more" if len(family) > 1 else ""
+    return f"{first.name} version {first.version}{more}" if named_by_version else f"{first.name}{more}"
 
 
 def _line(cells: Sequence[str], columns: Sequence[str], widths: Sequence[int]) -> str:

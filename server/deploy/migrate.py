@@ -20,6 +20,8 @@ from cohabit.server.errors import RequestError
 
 Accept = Callable[[Model], Awaitable[None]]
 """Warms up a loaded model and starts serving it. Raises the error that prevents this."""
+Bound = list[tuple[Model, Programs]]
+"""The models of a partition, with programs that they may switch to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class _MemoryMap:
     models: Mapping[str, Model]
     plans: Mapping[str, PlansFound]
     programs: Mapping[str, Programs]
-    """All four by load id (`Model.load_id`)."""
+    """The last three by load id (`Model.load_id`), `held` by partition id."""
 
 
 class Migrator:
@@ -59,7 +61,7 @@ class Migrator:
             raise
         for load_id, model in before.models.items():
             programs = before.programs[load_id]
-            if load_id not in self._memory.partitions.held:
+            if model.partition_id not in self._memory.partitions.held:
                 await self._release_programs(model, programs)
                 await self._remove(model)
             elif model.servable.programs is not programs:
@@ -84,9 +86,8 @@ class Migrator:
 
     async def resize(self, resizing: Resizing, displaced: Model | None = None) -> None:
         """Give partitions new sizes, without gaps. Some models get new plans; `displaced` loses its partition."""
-        memory, partitions, models = self._memory, self._memory.partitions, resizing.models
-        workspace = resizing.workspace_bytes
-        held = {load_id: partitions.held[load_id] for load_id in models}
+        partitions, models, workspace = self._memory.partitions, resizing.models, resizing.workspace_bytes
+        held = {key: partitions.held[key] for key in models}
         wanted = packed(resizing.sizes, held, partitions.arena_bytes)
         # Growing workspaces moves all but the first lane's. Shrinking them needs all lanes idle.
         elsewhere = workspace < partitions.workspace_bytes or (
@@ -94,45 +95,57 @@ class Migrator:
         )
         steps = vacate_all(wanted) if elsewhere else moves(held, wanted, workspace)
         moving = {step.owner for step in steps}
-        programs: dict[str, Programs] = {}
+        bound: dict[str, Bound] = {}
         try:
             # Bind all before any move: an unsupported plan then changes nothing.
-            for load_id, model in models.items():
-                if load_id in moving:
-                    found = resizing.plans.get(load_id, model.found)
-                    own: dict[Bucket, Program] = {}
-                    programs[load_id], extent = own, wanted[load_id]
-                    await in_thread(
-                        memory.bind, model, found.plans, extent, own, workspace_bytes=workspace, throttle=True
-                    )
+            for key in (key for key in models if key in moving):
+                bound[key] = []
+                plans = resizing.plans.get(key, models[key][0].found).plans
+                await self._bind(models[key], plans, wanted[key], bound[key], workspace)
             if displaced is not None:
                 await self._displace(displaced)
-            await self._move_all(steps, resizing, programs)
+            await self._move_all(steps, resizing, bound)
         except Exception:
-            for load_id, bound in programs.items():
-                if models[load_id].servable.programs is not bound:
-                    await self._release_programs(models[load_id], bound)
+            for own in bound.values():
+                await self._release_unused(own)
             raise
 
-    async def switch(self, model: Model, plans: Plans) -> None:
-        """Switch a model to a full search's plans for its current partition.
+    async def switch(self, family: Sequence[Model], plans: Plans) -> None:
+        """Switch the models of a partition to a full search's plans for it.
 
-        Raises CohabitError; the model then keeps its current plans.
+        Raises CohabitError; the models then keep their current plans.
         """
-        extent, before = self._memory.partitions.held[model.load_id], model.plans
+        extent, before = self._memory.partitions.held[family[0].partition_id], family[0].plans
         found = PlansFound(plans, searched=True)
-        programs: dict[Bucket, Program] = {}
+        bound: Bound = []
         try:
-            await in_thread(self._memory.bind, model, plans, extent, programs, throttle=True)
+            await self._bind(family, plans, extent, bound)
         except BaseException:
-            await self._release_programs(model, programs)
+            await self._release_unused(bound)
             raise
         async with self.restoring_on_failure():
             if plans[min(plans)].residents == before[min(before)].residents:
-                await self._lanes[model.lane].call_on_lane(lambda: model.servable.switch(programs))
-                self._switched(model, found)
+                await self._lanes[family[0].lane].call_on_lane(partial(_switch, bound))
+                for model in family:
+                    self._switched(model, found)
             else:
-                await self._move(model, found, programs)
+                await self._move(found, bound)
+
+    async def _bind(
+        self, family: Sequence[Model], plans: Plans, extent: Extent, bound: Bound, workspace: int | None = None
+    ) -> None:
+        """Bind plans to an extent for each model of a family, and append the programs to `bound`, also if it raises."""
+        for model in family:
+            programs: dict[Bucket, Program] = {}
+            bound.append((model, programs))
+            await in_thread(
+                self._memory.bind, model, plans, extent, programs, workspace_bytes=workspace, throttle=True
+            )
+
+    async def _release_unused(self, bound: Bound) -> None:
+        for model, programs in bound:
+            if model.servable.programs is not programs:
+                await self._release_programs(model, programs)
 
     async def vacate(self, model: Model) -> None:
         """Release an idle model's programs, memory and store."""
@@ -156,7 +169,7 @@ class Migrator:
         moved = {
             load_id: model
             for load_id, model in before.models.items()
-            if held.get(load_id) != before.held.get(load_id)
+            if held.get(model.partition_id) != before.held.get(model.partition_id)
             or model.servable.programs is not before.programs[load_id]
         }
         for model in moved.values():
@@ -180,63 +193,73 @@ class Migrator:
             self._memory.executors[model.lane].invalidate(program)
 
     async def _load(self, model: Model, *, throttle: bool) -> None:
-        """Allocate the memory of a model's plans, bind them, and load residents. The memory must be free."""
+        """Allocate the memory of a model's plans, bind them, and load residents. The memory must be free.
+
+        The partition of a family, with its residents, may be there already.
+        """
         memory, lane = self._memory, self._lanes[model.lane]
-        model.load_id = memory.new_load_id(model.key)
         if memory.shared is not None:
             memory.add(model, await in_thread(memory.bind_shared, model))
             return
-        wanted = model.found.memory
-        grown = memory.partitions.grow_workspace(wanted.workspace_bytes)
-        extent = memory.partitions.take(model.load_id, wanted.partition_bytes)
-        assert grown
-        assert extent is not None
+        wanted, in_place = model.found.memory, model.partition_id in memory.partitions.held
+        if in_place:
+            extent = memory.partitions.held[model.partition_id]
+        else:
+            grown = memory.partitions.grow_workspace(wanted.workspace_bytes)
+            taken = memory.partitions.take(model.partition_id, wanted.partition_bytes)
+            assert grown
+            assert taken is not None
+            extent = taken
         programs: dict[Bucket, Program] = {}
         try:
             await in_thread(memory.bind, model, model.plans, extent, programs, throttle=throttle)
-            await lane.perform(memory.resident_load(programs, model.lane))
+            await lane.perform(memory.resident_load(programs, model.lane, in_place=in_place))
             memory.add(model, programs)
         except BaseException:
             await self._release_programs(model, programs)
-            memory.partitions.release(model.load_id)
+            memory.remove(model)
             raise
 
     async def _move_all(
-        self, steps: Sequence[ReleaseForMove | Move], resizing: Resizing, programs: Mapping[str, Programs]
+        self, steps: Sequence[ReleaseForMove | Move], resizing: Resizing, bound: Mapping[str, Bound]
     ) -> None:
-        """Move models one at a time to programs bound to their new extents."""
+        """Move partitions one at a time, to programs bound to their new extents."""
         partitions, models = self._memory.partitions, resizing.models
         for step in steps:
             if isinstance(step, ReleaseForMove):
-                model = models[step.owner]
-                self._lanes[model.lane].pause(model.key)
+                for model in models[step.owner]:
+                    self._lanes[model.lane].pause(model.key)
                 partitions.release(step.owner)
         # Their restores end before other models get the bytes, or a workspace grows over them.
-        for lane in sorted({models[s.owner].lane for s in steps if isinstance(s, ReleaseForMove)}):
+        for lane in sorted({models[s.owner][0].lane for s in steps if isinstance(s, ReleaseForMove)}):
             await self._lanes[lane].call_on_lane(self._memory.executors[lane].settle)
         partitions.grow_workspace(resizing.workspace_bytes)
         for step in steps:
             if not isinstance(step, ReleaseForMove):
-                model = models[step.owner]
                 partitions.put(step.owner, step.extent)
-                await self._move(model, resizing.plans.get(step.owner, model.found), programs[step.owner])
+                found = resizing.plans.get(step.owner, models[step.owner][0].found)
+                await self._move(found, bound[step.owner])
 
-    async def _move(self, model: Model, found: PlansFound, programs: Programs) -> None:
-        """Pause a model, switch it to new programs, load their residents, then resume it.
+    async def _move(self, found: PlansFound, bound: Bound) -> None:
+        """Pause the models of a partition, switch them to new programs, load the residents, then resume them.
 
         Restores by the old programs end first: another model may get their bytes next, on another lane.
         """
-        lane, executor = self._lanes[model.lane], self._memory.executors[model.lane]
+        number = bound[0][0].lane
+        lane, executor = self._lanes[number], self._memory.executors[number]
 
         def switch() -> None:
             executor.settle()
-            model.servable.switch(programs)
+            _switch(bound)
 
-        lane.pause(model.key)
+        for model, _ in bound:
+            lane.pause(model.key)
         await lane.call_on_lane(switch)
-        await lane.perform(self._memory.resident_load(programs, model.lane))
-        self._switched(model, found)
-        lane.resume(model.key)
+        for n, (_, programs) in enumerate(bound):
+            await lane.perform(self._memory.resident_load(programs, number, in_place=n > 0))
+        for model, _ in bound:
+            self._switched(model, found)
+            lane.resume(model.key)
 
     def _switched(self, model: Model, found: PlansFound) -> None:
         model.found = found
@@ -249,7 +272,7 @@ class Migrator:
         lane = self._lanes[model.lane]
         lane.pause(model.key)
         await lane.call_on_lane(self._memory.executors[model.lane].settle)
-        self._memory.partitions.release(model.load_id)
+        self._memory.partitions.release(model.partition_id)
 
     async def _release_programs(self, model: Model, programs: Programs) -> None:
         """Release unused programs, unless the lane has stopped."""
@@ -260,3 +283,9 @@ class Migrator:
         """Release a model's memory, and close its store on another thread, because that is slow."""
         self._memory.remove(model)
         await in_thread(model.store.close)
+
+
+def _switch(bound: Bound) -> None:
+    """Switch models to programs. Called on their compute lane's thread."""
+    for model, programs in bound:
+        model.servable.switch(programs)

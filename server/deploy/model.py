@@ -1,6 +1,12 @@
-"""A model in the engine: one record, filled by the stages of its deployment."""
+"""A model in the engine: one record, filled by the stages of its deployment; and families of models.
 
-from collections.abc import Mapping
+The models of a family differ in few weights, and share a partition. They have equal graphs, so a family is planned as
+one model with all members' request rates, and each has the same plans. Its residents are copied once; before a member
+runs, the executor replaces those that differ.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +25,8 @@ from cohabit.server.scheduling.sequences import SequenceRules
 
 Plans = Mapping[Bucket, Plan]
 Programs = Mapping[Bucket, Program]
+LEAST_COMMON = 0.9
+"""Share of the weights that two members have in common: the rest is copied again when the other one runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,9 @@ class Model:
 
     # Place.
     load_id: str = field(init=False)
-    """Load id: the key in `Partitions`, unique per load."""
+    """Unique per load."""
+    partition_id: str = field(init=False)
+    """Key of its partition in `Partitions`. The models of a family have one in common."""
     lane: int = 0
     """The compute lane whose executor and workspace it uses."""
     shares: bool = False
@@ -84,6 +94,16 @@ class Model:
     @property
     def searched(self) -> bool:
         return self.found.searched
+
+    @property
+    def graph_fingerprints(self) -> dict[Bucket, str]:
+        return {bucket: graph.fingerprint for bucket, graph in self.lowered.graphs.items()}
+
+    @property
+    def sources(self) -> tuple[Hashable, ...]:
+        """Where its segments, then its tables are stored. What two models have in common is stored once."""
+        manifest = self.lowered.manifest
+        return tuple(map(self.store.source, range(len(manifest.segments) + len(manifest.tables))))
 
     @property
     def weight_bytes(self) -> int:
@@ -153,3 +173,61 @@ class Model:
             lane=self.lane,
             activation_bytes={bucket: plan.pool_bytes or 0 for bucket, plan in self.plans.items()},
         )
+
+
+def families_of(models: Sequence[Model], lanes: int) -> list[list[Model]]:
+    """Group models that are loaded together, in order. With several lanes, a family has a part for each."""
+    families: list[list[Model]] = []
+    having: dict[Hashable, list[int]] = defaultdict(list)
+    """By source of a segment: the families whose first member has it."""
+    for model in models:
+        segments, sources = model.lowered.manifest.segments, model.sources
+        common_bytes: Counter[int] = Counter()
+        for segment, source in zip(segments, sources, strict=False):
+            for n in having[source]:
+                common_bytes[n] += segment.nbytes
+        nearest = common_bytes.most_common(1)
+        if nearest and are_siblings(families[nearest[0][0]][0], model):
+            families[nearest[0][0]].append(model)
+            continue
+        for source in set(sources):
+            having[source].append(len(families))
+        families.append([model])
+    return [family[lane::lanes] for family in families for lane in range(min(lanes, len(family)))]
+
+
+def are_siblings(one: Model, other: Model) -> bool:
+    """Whether two models can share a partition."""
+    if one.graph_fingerprints != other.graph_fingerprints:
+        return False
+    segments = one.lowered.manifest.segments
+    pairs = zip(segments, one.sources, other.sources, strict=False)  # tables are never on the device
+    common_bytes = sum(segment.nbytes for segment, own, its in pairs if own == its)
+    return common_bytes >= LEAST_COMMON * sum(segment.nbytes for segment in segments)
+
+
+def demand_of(family: Sequence[Model], *, whole: bool = False) -> ModelDemand:
+    """Return a family's demand: with `whole`, one from which a division chooses batch sizes."""
+    demand = family[0].whole_demand if whole else family[0].demand
+    return replace(demand, rate_per_s=sum(model.rate_per_s for model in family))
+
+
+def weight_bytes(models: Sequence[Model]) -> int:
+    """Return the size of all parameters. What several models have in common counts once."""
+    total, seen = 0, set[Hashable]()
+    for model in models:
+        manifest = model.lowered.manifest
+        sizes = [*(segment.nbytes for segment in manifest.segments), *(table.nbytes for table in manifest.tables)]
+        sources = model.sources
+        new_bytes = sum(nbytes for nbytes, source in zip(sizes, sources, strict=True) if source not in seen)
+        total += model.weight_bytes * new_bytes // max(sum(sizes), 1)
+        seen.update(sources)
+    return total
+
+
+def partitions_of(models: Iterable[Model]) -> dict[str, list[Model]]:
+    """Return the models in each partition, by partition id."""
+    found: dict[str, list[Model]] = defaultdict(list)
+    for model in models:
+        found[model.partition_id].append(model)
+    return dict(found)

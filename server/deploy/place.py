@@ -18,7 +18,7 @@ from cohabit.server.deploy.divide import Planner
 from cohabit.server.deploy.load import PartitionedMemory
 from cohabit.server.deploy.memory_map import draw
 from cohabit.server.deploy.migrate import Accept, Migrator
-from cohabit.server.deploy.model import Model, Plans, PlansFound
+from cohabit.server.deploy.model import Model, Plans, PlansFound, partitions_of
 from cohabit.server.deploy.notices import warn_without_packing
 from cohabit.server.deploy.prepare import OnProgress, TimeLeft, measured_profiles, open_backend, prepare
 from cohabit.server.deploy.worker import (
@@ -169,14 +169,23 @@ class ModelPlacement:
                 first = not self.is_open
                 decision = await self.decider.decide(models, old, on_progress)
                 # Plan before memory changes: a model without plans must not displace others.
-                for done, (model, memory) in enumerate(zip(models, decision.memories, strict=True)):
-                    stage = f"{done} of {len(models)}, {model.key.name}"
+                found: dict[str, PlansFound] = {}
+                for done, model in enumerate(models):
+                    if model.partition_id in found:
+                        model.found = found[model.partition_id]
+                        continue
+                    stage, memory = (
+                        f"{done} of {len(models)}, {model.key.name}",
+                        decision.memories[model.partition_id],
+                    )
                     await recording_failure(
                         model, self.decider.plan(model, memory, partial(on_progress, "planning", stage))
                     )
+                    if model.key not in failures:
+                        found[model.partition_id] = model.found
                 planned = [model for model in models if model.key not in failures]
                 if first:
-                    await in_thread(self._open, decision.memories)
+                    await in_thread(self._open, list(decision.memories.values()))
                 elif failures:
                     return failures
                 # Move loaded models, then load the new ones. A failure rolls back later calls only: at the start, the
@@ -207,7 +216,7 @@ class ModelPlacement:
         return failures
 
     async def redivide(self, choose: Callable[[], Mapping[str, PlansFound] | None]) -> bool:
-        """Resize models, by load id (`Model.load_id`), to the memory of chosen plans, and move others out of the way.
+        """Resize partitions, by their ids, to the memory of chosen plans, and move others out of the way.
 
         `choose` is called once nothing else changes the memory map. It returns None if its choice no longer fits the
         loaded models; then nothing changes. Sizes must fit together. To change the workspace, it returns plans for all
@@ -217,24 +226,26 @@ class ModelPlacement:
             plans = choose()
             if not plans:
                 return False
-            memories = {load_id: found.memory for load_id, found in plans.items()}
-            sizes = {load_id: self.memory.partitions.held[load_id].nbytes for load_id in self.memory.models}
-            sizes |= {load_id: memory.partition_bytes for load_id, memory in memories.items()}
-            (workspace,) = {memory.workspace_bytes for memory in memories.values()}
+            models = partitions_of(self.memory.models.values())
+            sizes = {key: self.memory.partitions.held[key].nbytes for key in models}
+            sizes |= {key: found.memory.partition_bytes for key, found in plans.items()}
+            (workspace,) = {found.memory.workspace_bytes for found in plans.values()}
             async with self.migrator.restoring_on_failure():
-                await self.migrator.resize(Resizing(dict(self.memory.models), sizes, workspace, plans))
+                await self.migrator.resize(Resizing(models, sizes, workspace, plans))
         return True
 
     async def replan(self, model: Model, before: Plans, plans: Plans, profiles: dict[Bucket, Profile]) -> bool:
-        """Switch a model to a full search's plans for its current partition, and to the profiles of these plans.
+        """Switch a model's family to a full search's plans for its partition, and to the profiles of these plans.
 
-        Returns False if it was displaced or no longer runs `before`. Raises CohabitError; it then keeps its plans.
+        Returns False if it was displaced or no longer runs `before`. Raises CohabitError; all then keep their plans.
         """
         async with self._changing:
             if model.plans is not before or self.is_displaced(model):
                 return False
-            model.profiles = profiles
-            await self.migrator.switch(model, plans)
+            family = self.memory.family_of(model)
+            for member in family:
+                member.profiles = profiles
+            await self.migrator.switch(family, plans)
         return True
 
     async def retire(self, model: Model, timeout_s: float) -> None:

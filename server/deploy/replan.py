@@ -13,7 +13,7 @@ from cohabit.planner.shapes import Bucket
 from cohabit.planner.sizing.shares import latency_weights
 from cohabit.server.background import Background
 from cohabit.server.config.config import ServeConfig
-from cohabit.server.deploy.model import Model, Plans, PlansFound
+from cohabit.server.deploy.model import Model, Plans, PlansFound, demand_of, partitions_of, weight_bytes
 from cohabit.server.deploy.notices import warn_of_noise
 from cohabit.server.deploy.place import ModelPlacement
 from cohabit.server.deploy.prepare import measured_profiles
@@ -45,7 +45,7 @@ class Replanner:
         self._climbing = Background()
         self._climbs = asyncio.Lock()
         self._measured_again: set[str] = set()
-        """Load ids (`Model.load_id`)."""
+        """Partition ids (`Model.partition_id`)."""
 
     @property
     def is_busy(self) -> bool:
@@ -60,8 +60,9 @@ class Replanner:
         """Improve models with quick plans in the background, one after the other.
 
         With `plan_next_start`, the next start of these models is planned after that. Every partition size is planned
-        once the server is quiet.
+        once the server is quiet. One model of each family stands for all.
         """
+        models = [family[0] for family in partitions_of(models).values()]
         quick = [model.key.name for model in models if not model.searched]
         if quick or (plan_next_start and self._placement.decider.is_divided_roughly):
             if quick and plan_next_start:
@@ -138,20 +139,21 @@ class Replanner:
 
         A busy start makes such profiles.
         """
-        models = self._placement.memory.models
-        self._measured_again &= models.keys()
-        doubtful = [model for model in models.values() if self._is_doubtful(model)]
+        families = partitions_of(self._placement.memory.models.values())
+        self._measured_again &= families.keys()
+        found = (next(filter(self._is_doubtful, family), None) for family in families.values())
+        doubtful = [model for model in found if model is not None]
         if doubtful:
             fields = {"models": [model.key.name for model in doubtful]}
             _log.info("profiles are in doubt, and are measured again", extra={"fields": fields})
         for model in doubtful:
             await self.improve(model, again=True)
-            self._measured_again.add(model.load_id)
+            self._measured_again.add(model.partition_id)
         if doubtful:
             await in_thread(self._placement.workers.release)
 
     def _is_doubtful(self, model: Model) -> bool:
-        if model.load_id in self._measured_again or model.is_provisional:
+        if model.partition_id in self._measured_again or model.is_provisional:
             return False
         correction = self._lanes[model.lane].correction(model.key)
         return model.noise > NOISY or not 1 / DISAGREEING <= correction <= DISAGREEING
@@ -186,31 +188,34 @@ class Replanner:
 
         They are used from now on, too, if that is predicted to save LEAST_GAIN of the latency.
         """
-        planner, demands = self._placement.planner, [model.whole_demand for model in models]
-        memory_bytes = self._placement.decider.memory_limit.of(sum(model.weight_bytes for model in models))
+        loaded = partitions_of(self._placement.memory.models.values())
+        families = [loaded[model.partition_id] for model in models if model.partition_id in loaded]
+        planner, demands = self._placement.planner, [demand_of(family, whole=True) for family in families]
+        every = [model for family in families for model in family]
+        memory_bytes = self._placement.decider.memory_limit.of(weight_bytes(every))
         division = await in_thread(planner.division, demands, memory_bytes, low_priority=True, keep=False)
         found: dict[str, PlansFound] = {}
-        for model, demand, memory, most in zip(
-            models, demands, division.memories, division.most_batches, strict=True
+        for family, demand, memory, most in zip(
+            families, demands, division.memories, division.most_batches, strict=True
         ):
             plans = await in_thread(planner.best_plans, demand.up_to(most), memory)
-            found[model.load_id] = PlansFound(plans, searched=True)
+            found[family[0].partition_id] = PlansFound(plans, searched=True)
         await in_thread(planner.keep_division, demands, memory_bytes, division)
         await self._redivide(found)
 
     async def _redivide(self, found: Mapping[str, PlansFound]) -> None:
-        """Divide memory for these plans, by load id, if that saves enough and the loaded models are still the same."""
+        """Divide memory for these plans, by partition id, if that saves enough and partitions are still the same."""
         memory = self._placement.memory
         gain = 0.0
 
         def chosen() -> Mapping[str, PlansFound] | None:
             nonlocal gain
-            models, partitions = memory.models, memory.partitions
-            if models.keys() != found.keys() or not models:
+            families, partitions = partitions_of(memory.models.values()), memory.partitions
+            if families.keys() != found.keys() or not families:
                 return None
             memories = [plans.memory for plans in found.values()]
             needed = partitions.lanes * memories[0].workspace_bytes + sum(m.partition_bytes for m in memories)
-            gain = _gain(list(models.values()), [found[load_id].plans for load_id in models])
+            gain = _gain(list(families.values()), [found[key].plans for key in families])
             if needed > partitions.arena_bytes or gain < LEAST_GAIN:
                 return None
             return found
@@ -240,16 +245,18 @@ class Replanner:
         begun, demand = model.found, replace(model.demand, profiles=profiles)
         plans = await in_thread(placement.planner.best_plans, demand, begun.memory)
         if profiles is model.profiles and not _is_better(plans, begun.plans):
-            if model.plans is begun.plans:
-                model.found = PlansFound(begun.plans, searched=True)
+            for member in placement.memory.family_of(model):
+                if member.plans is begun.plans:
+                    member.found = PlansFound(begun.plans, searched=True)
         elif await placement.replan(model, begun.plans, plans, profiles):
             _log.info("better plans are in use", extra={"fields": model.key.fields})
 
 
-def _gain(models: Sequence[Model], plans: Sequence[Plans]) -> float:
+def _gain(families: Sequence[Sequence[Model]], plans: Sequence[Plans]) -> float:
     """Return the share of the weighted latency that `plans` are predicted to save."""
+    models = [family[0] for family in families]
     compute_s = [model.profiles[min(model.profiles)].compute_s for model in models]
-    weights = latency_weights([model.rate_per_s for model in models], compute_s)
+    weights = latency_weights([demand_of(family).rate_per_s for family in families], compute_s)
     now, then = (
         sum(weight * model.latency_s(made) for weight, model, made in zip(weights, models, used, strict=True))
         for used in ([model.plans for model in models], plans)

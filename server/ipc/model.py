@@ -160,7 +160,9 @@ class ArenaExtent(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     nbytes: int
     model: ModelKey | None = None
-    """Owner of the partition; None also while it is being loaded or unloaded."""
+    """Owner of the partition, or the first of several; None also while it is being loaded or unloaded."""
+    others: int = 0
+    """Number of further models in the partition, if it is a family's."""
 
 
 class DeviceUse(msgspec.Struct, frozen=True):

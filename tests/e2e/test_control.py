@@ -20,7 +20,8 @@ from cohabit.runtime.binding.program import Program
 from cohabit.server.cli import main
 from cohabit.server.deploy import elastic as elastic_module
 from cohabit.server.deploy import place, prepare
-from cohabit.server.deploy.model import Model, Plans
+from cohabit.server.deploy.migrate import Bound
+from cohabit.server.deploy.model import Model, Plans, PlansFound
 from cohabit.server.errors import ConfigError
 from cohabit.server.repository.sources import ModelSource
 from tests.support.e2e.serving import eventually, repository_index, serving
@@ -192,15 +193,15 @@ def test_moves_under_requests_lose_none_and_change_no_bit(
         placement, before = server.placement, {name: answer(server, name).tobytes() for name in names}
         elastic = server.engine.lifecycle._elastic
         assert elastic is not None
-        requests = dict.fromkeys(placement.memory.models, 0)
+        requests = dict.fromkeys(placement.memory.models, 0)  # by load id, which is also a partition's
         monkeypatch.setattr(elastic, "_requests", lambda: requests)
         monkeypatch.setattr(elastic, "_clock", itertools.count(step=10.0).__next__)
         moved: list[str] = []
         move = placement.migrator._move
 
-        async def noted(model: Model, *arguments: Any) -> None:
-            moved.append(model.key.name)
-            await move(model, *arguments)
+        async def noted(found: PlansFound, bound: Bound) -> None:
+            moved.extend(model.key.name for model, _ in bound)
+            await move(found, bound)
 
         monkeypatch.setattr(placement.migrator, "_move", noted)
         monkeypatch.setattr(server.replanner, "begin", lambda models: None)  # it would move them, too

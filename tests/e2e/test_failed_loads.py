@@ -102,8 +102,8 @@ class Failing:
 def copies(failing: Failing, load: Callable[..., Any]) -> Callable[..., Any]:
     """Return copies of residents of which the last piece fails, after all bytes but its own are there."""
 
-    def resident_load(programs: Programs, lane: int) -> Callable[[], bool]:
-        step = load(programs, lane)
+    def resident_load(programs: Programs, lane: int, **options: Any) -> Callable[[], bool]:
+        step = load(programs, lane, **options)
 
         def last_fails() -> bool:
             ended: bool = step()

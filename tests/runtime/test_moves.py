@@ -334,7 +334,7 @@ def test_released_programs_leave_no_names(bench: Bench) -> None:
         bench.run(program)
         executor.invalidate(program)
         executor.release(program)
-    assert (executor._transfers._pending, executor._stale) == ({}, set())
+    assert (executor._transfers._pending, dict(executor._contents)) == ({}, {})
 
 
 def test_a_store_may_be_opened_while_a_lane_captures(bench: Bench) -> None:

@@ -41,6 +41,7 @@ class FakePlacement:
         self.planner = SimpleNamespace(
             first_plans_by_size=lambda demand, workspace: [(plans(size), False) for size in SIZES]
         )
+        self.is_displaced = lambda model: model not in self.models.values()
         self.improved: list[Any] = []
         self.sizes: list[dict[str, int]] = []
         """After each division."""
@@ -52,6 +53,8 @@ class FakePlacement:
         key = SimpleNamespace(name=name)
         return SimpleNamespace(
             key=key,
+            load_id=name,
+            partition_id=name,
             demand=None,
             profiles=profiles,
             plans=plans(nbytes),

@@ -50,7 +50,7 @@ class Stacks:
     root: Path
 
     def put(self, repository: Path, name: str, seed: int, version: int = 1, layers: int = LAYERS) -> None:
-        """Stacks of as many layers are a family: they share profiles and plans."""
+        """Stacks of as many layers share profiles and plans."""
         archive = self.root / f"{seed}-{layers}.pt2"
         with locked(archive.with_suffix(".lock")):
             if not archive.exists():
@@ -131,4 +131,4 @@ def under_load(server: Running, seeds: Mapping[str, int | set[int]]) -> Iterator
 def held(server: Running) -> dict[str, int]:
     """Bytes of each model's partition."""
     memory = server.placement.memory
-    return {t.key.name: memory.partitions.held[t.load_id].nbytes for t in memory.models.values()}
+    return {t.key.name: memory.partitions.held[t.partition_id].nbytes for t in memory.models.values()}
