@@ -39,7 +39,7 @@ CASES = {"a family": (512, 8), "nothing in common": (128, 4)}
 CLASSES = 16
 FLAGS = ("--threads", "1", "--batch-sizes", "1,4")
 WORKSPACE_BYTES = 1 << 20
-RATE_PER_S, LOAD_S = 100.0, 5.0
+RATE_PER_S, LOAD_S, ZIPF = 300.0, 10.0, 1.0
 ROUNDS = 5
 
 
@@ -74,6 +74,11 @@ class Repository:
         (described,) = self._lowered.glob("weights-*.json")
         self.weight_bytes = weights.manifest_of(described.with_suffix(".bin")).file_bytes
         """Of one model."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Size of the weights of all models; of a family, of one of them."""
+        return self.weight_bytes * (1 if self.case == "a family" else len(self.names))
 
     def grow(self, count: int, console: Console) -> None:
         """Write the cache's entries of more models, up to `count`."""
@@ -115,7 +120,7 @@ def _copy(folder: Path, archive: str, copied: str, rng: np.random.Generator, *, 
 
 def measured(repository: Repository, share: float, log: Path) -> dict[str, str]:
     """Return a row: a second start with these models, then each of the operator's calls."""
-    memory = f"{int(share * repository.weight_bytes * len(repository.names)) + WORKSPACE_BYTES}B"
+    memory = f"{int(share * repository.device_bytes) + WORKSPACE_BYTES}B"
     command = serve_command(
         repository.models,
         memory,
@@ -148,7 +153,7 @@ def measured(repository: Repository, share: float, log: Path) -> dict[str, str]:
             began_s = time.monotonic()
             nbytes = len(get(server.metrics_url))
             scrapes.append(time.monotonic() - began_s)
-        load = Load(rate_per_s=RATE_PER_S, duration_s=LOAD_S, warmup_s=1.0, model_count=len(repository.names))
+        load = Load(rate_per_s=RATE_PER_S, duration_s=LOAD_S, warmup_s=1.0, zipf=ZIPF)
         report = asyncio.run(run_load(server.url, load))
     disk = {p.stat().st_ino: p.stat().st_blocks * 512 for p in repository.cache.rglob("*") if p.is_file()}
     return {
@@ -190,11 +195,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(rows[-1])
         shutil.rmtree(repository.folder)
     sections = [
-        f"Each model is a classifier of {CLASSES} classes. *A family*: 8 layers of 512 x 512 (8 MiB) that all"
-        " members have, and a head (32 KiB) of each. *Nothing in common*: 4 layers of 128 x 128 and a head (264 KiB),"
-        f" all random. The server's memory is {options.share:g} of the weights of all. *Start*: from the command until"
-        " ready, with a full cache. *Load one*: a model that was unloaded. *Memory*: of all processes, shared pages"
-        f" once. *p99*: at {RATE_PER_S:g} requests/s over all models. Medians of {ROUNDS}.\n",
+        f"Each model is a classifier of {CLASSES} classes. *A family*: 8 layers of 512 x 512 (8 MiB) that all members"
+        " have, and a head (32 KiB) of each. *Nothing in common*: 4 layers of 128 x 128 and a head (264 KiB), all"
+        f" random. The server's memory is {options.share:g} of the weights of all (of a family, of one member's), and"
+        f" {WORKSPACE_BYTES >> 20} MiB. *Start*: from the command until ready, with a full cache. *Load one*: a model"
+        f" that was unloaded. *Memory*: of all processes, shared pages once. *p99*: at {RATE_PER_S:g} requests/s over"
+        f" all models, the k-th with a weight of 1/k. Medians of {ROUNDS}.\n",
         table_of(rows),
     ]
     publish(options, "A thousand models", sections)
@@ -203,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of("benchmarks.many", __doc__)
-    parser.add_argument("--counts", type=int, nargs="+", default=[10, 100, 1000], help="numbers of models")
+    parser.add_argument("--counts", type=int, nargs="+", default=[1, 10, 100, 1000], help="numbers of models")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="what models share")
     parser.add_argument("--share", type=float, default=0.25, help="memory over all models' weights (default: 0.25)")
     return parser

@@ -620,7 +620,7 @@
       { use: "workspace", kind: "workspace", name: "workspace: activations, and parameters in flight" },
       { use: "free", kind: "free", name: "free" },
     ];
-    const partitioned = "The whole arena, to scale. Each model has a partition that no other model can touch; the workspace is used by one inference at a time.";
+    const partitioned = "The whole arena, to scale. Each model has a partition that no other model can touch, or shares one with models that have nearly the same weights; the workspace is used by one inference at a time.";
     const shared = "The whole arena, to scale. All models share one region, as --layout says; the workspace is used by one inference at a time.";
     const key = make("div");
     const node = section("Device memory", partitioned, key, strip, scale);

@@ -5,6 +5,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -66,6 +67,8 @@ def run(options: argparse.Namespace, out: Console, errors: Console) -> int:
 
     from cohabit.server.log import configure_logging
 
+    # While a thread writes the metrics of a thousand models, requests wait for the interpreter lock this long.
+    sys.setswitchinterval(0.5e-3)
     no_new_privileges()
     raise_open_file_limit()
     configure_logging(effective.config.log_format)

@@ -248,7 +248,11 @@ _METRICS = (
     _counter("cohabit_swapped_bytes_total", "Bytes swapped in and out by inferences", lambda s: s.swapped_bytes),
     _counter("cohabit_stall_seconds_total", "Seconds that compute stalled on parameters", lambda s: s.stall_s),
     _by_reason("cohabit_rejected_requests_total", "Requests refused before execution", lambda s: s.rejections),
-    _footprint("cohabit_partition_bytes", "Bytes of the model's partition", lambda f: f.partition_bytes),
+    _footprint(
+        "cohabit_partition_bytes",
+        "Bytes of the model's partition, which models with nearly the same weights have in common",
+        lambda f: f.partition_bytes,
+    ),
     _footprint("cohabit_parameter_bytes", "Size of the model's parameters", lambda f: f.parameter_bytes),
     _footprint(
         "cohabit_resident_bytes",

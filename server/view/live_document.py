@@ -330,6 +330,7 @@ def _arena(extents: Sequence[ArenaExtent], entries: Sequence[ModelEntry]) -> Ite
             )
             words = (*words, size(own.parameter_bytes - own.resident_bytes), " streamed")
             label = name if versions[name] == 1 else f"{name} version {version}"
+            label += f" and {extent.others} more" if extent.others else ""
             yield ArenaPart("partition", label, extent.offset, extent.nbytes, resident_bytes, words)
         else:
             yield ArenaPart(

@@ -44,7 +44,7 @@ def assert_copies_stay_in_their_own_bytes(server: Running) -> None:
     memory = server.placement.memory
     each = memory.partitions.workspace_bytes
     for placed in memory.models.values():
-        own = memory.partitions.held[placed.load_id]
+        own = memory.partitions.held[placed.partition_id]
         rooms = [(placed.lane * each, (placed.lane + 1) * each), (own.offset, own.end)]
         for start, end in byte_ranges(memory)[placed.key.name]:
             assert any(low <= start and end <= high for low, high in rooms), (placed.key.name, start, end)

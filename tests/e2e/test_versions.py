@@ -28,7 +28,7 @@ def extents(server: Running) -> dict[int, tuple[int, int]]:
     memory = server.placement.memory
     placed = [t for t in memory.models.values() if t.key.name == "a"]
     return {
-        t.key.version: (memory.partitions.held[t.load_id].offset, memory.partitions.held[t.load_id].end)
+        t.key.version: (memory.partitions.held[t.partition_id].offset, memory.partitions.held[t.partition_id].end)
         for t in placed
     }
 

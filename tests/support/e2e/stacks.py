@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,7 +98,11 @@ def controlled(
 
 
 @contextmanager
-def under_load(server: Running, seeds: Mapping[str, int | set[int]]) -> Iterator[list[str]]:
+def under_load(
+    server: Running,
+    seeds: Mapping[str, int | set[int]],
+    is_answer_of: Callable[[int, Array], bool] = is_answer_of,
+) -> Iterator[list[str]]:
     """Ask some models, or versions such as `a/2`, all the time; yields what went wrong.
 
     With several seeds, the answer of any is right.
