@@ -39,7 +39,9 @@ CASES = {"a family": (512, 8), "nothing in common": (128, 4)}
 CLASSES = 16
 FLAGS = ("--threads", "1", "--batch-sizes", "1,4")
 WORKSPACE_BYTES = 1 << 20
-RATE_PER_S, LOAD_S, ZIPF = 300.0, 10.0, 1.0
+RATE_PER_S, LOAD_S, ZIPF = 100.0, 10.0, 1.0
+RATES_PER_S = (100.0, 200.0, 300.0)
+"""At which servers are compared."""
 ROUNDS = 5
 
 
@@ -153,8 +155,7 @@ def measured(repository: Repository, share: float, log: Path) -> dict[str, str]:
             began_s = time.monotonic()
             nbytes = len(get(server.metrics_url))
             scrapes.append(time.monotonic() - began_s)
-        load = Load(rate_per_s=RATE_PER_S, duration_s=LOAD_S, warmup_s=1.0, zipf=ZIPF)
-        report = asyncio.run(run_load(server.url, load))
+        report = asyncio.run(run_load(server.url, _load(RATE_PER_S)))
     disk = {p.stat().st_ino: p.stat().st_blocks * 512 for p in repository.cache.rglob("*") if p.is_file()}
     return {
         "models": repository.case,
@@ -173,6 +174,34 @@ def measured(repository: Repository, share: float, log: Path) -> dict[str, str]:
     }
 
 
+def compared(repository: Repository, log: Path) -> list[dict[str, str]]:
+    """Return a row per rate: one member, all members in one partition, and all copied as whole models."""
+    memory = f"{2 * repository.weight_bytes + WORKSPACE_BYTES}B"
+    explicit = ("--model-control-mode", "explicit", "--load-model")
+    count = len(repository.names)
+    servers = {
+        "one member": ("partitioned", (*explicit, repository.names[0])),
+        f"{count} members": ("partitioned", (*explicit, "*")),
+        f"{count} members, lru": ("lru", ()),
+    }
+    rows: list[dict[str, str]] = [{"requests/s": f"{rate:g}"} for rate in RATES_PER_S]
+    for title, (layout, control) in servers.items():
+        command = serve_command(repository.models, memory, layout, repository.cache, *FLAGS, *control)
+        with starting(command, log) as server:  # divides the memory, and plans
+            _wait(server)
+        with starting(command, log) as server:
+            _wait(server)
+            for row, rate_per_s in zip(rows, RATES_PER_S, strict=True):
+                latency = asyncio.run(run_load(server.url, _load(rate_per_s))).latency
+                text = "-" if latency is None else f"{latency.p50_s * 1e3:.1f}, {latency.p99_s * 1e3:.1f}"
+                row[f"{title}: p50, p99, ms"] = text
+    return rows
+
+
+def _load(rate_per_s: float) -> Load:
+    return Load(rate_per_s=rate_per_s, duration_s=LOAD_S, warmup_s=1.0, zipf=ZIPF)
+
+
 def _seconds(call: Callable[..., object], *arguments: object) -> float:
     began_s = time.monotonic()
     call(*arguments)
@@ -186,13 +215,15 @@ def _wait(server: StartingServer) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
-    console, rows = Console(highlight=False), []
+    console, rows, comparison = Console(highlight=False), [], list[dict[str, str]]()
     for case in options.cases:
         repository = Repository(options.folder / "many" / case.replace(" ", "-"), case)
         for count in sorted(options.counts):
             repository.grow(count, console)
             rows.append(measured(repository, options.share, repository.folder / "log"))
             console.print(rows[-1])
+        if case == "a family":
+            comparison = compared(repository, repository.folder / "log")
         shutil.rmtree(repository.folder)
     sections = [
         f"Each model is a classifier of {CLASSES} classes. *A family*: 8 layers of 512 x 512 (8 MiB) that all members"
@@ -202,6 +233,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         f" that was unloaded. *Memory*: of all processes, shared pages once. *p99*: at {RATE_PER_S:g} requests/s over"
         f" all models, the k-th with a weight of 1/k. Medians of {ROUNDS}.\n",
         table_of(rows),
+        "\n## One partition, and whole models\n\n"
+        "The family in twice one member's weights, at the same popularity. *lru* copies whole models, and evicts the"
+        " least recently used ones. Requests to different models are never in one batch.\n",
+        table_of(comparison),
     ]
     publish(options, "A thousand models", sections)
     return 0

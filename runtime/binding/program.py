@@ -134,7 +134,7 @@ class Program:
 
     def exchanges(self, held: Contents) -> list[SwapStep]:
         """Return the copies of the residents in whose place another model of the family has left its own."""
-        if held == self.contents:
+        if held is self.contents:
             return []
         return [s for s, own, other in zip(self.residents, self.contents, held, strict=True) if own != other]
 

@@ -115,6 +115,7 @@ class CpuExecutor(Executor):
         """Load the residents that one model's programs share, about `PIECE_BYTES` per step of the iterator."""
         if in_place:
             return
+        self.invalidate(programs[0])
         piece: list[SwapStep] = []
         nbytes = 0
         for step in programs[0].residents:

@@ -179,9 +179,10 @@ def families_of(models: Sequence[Model], lanes: int) -> list[list[Model]]:
     """Group models that are loaded together, in order. With several lanes, a family has a part for each."""
     families: list[list[Model]] = []
     having: dict[Hashable, list[int]] = defaultdict(list)
-    """By source of a segment: the families whose first member has it."""
+    """By graphs and source of a segment: the families whose first member has these."""
     for model in models:
-        segments, sources = model.lowered.manifest.segments, model.sources
+        graphs = tuple(sorted(model.graph_fingerprints.items()))
+        segments, sources = model.lowered.manifest.segments, [(graphs, source) for source in model.sources]
         common_bytes: Counter[int] = Counter()
         for segment, source in zip(segments, sources, strict=False):
             for n in having[source]:
@@ -197,13 +198,16 @@ def families_of(models: Sequence[Model], lanes: int) -> list[list[Model]]:
 
 
 def are_siblings(one: Model, other: Model) -> bool:
-    """Whether two models can share a partition."""
+    """Whether two models can share a partition. Quick if they cannot, since a load compares all loaded models."""
     if one.graph_fingerprints != other.graph_fingerprints:
         return False
     segments = one.lowered.manifest.segments
-    pairs = zip(segments, one.sources, other.sources, strict=False)  # tables are never on the device
-    common_bytes = sum(segment.nbytes for segment, own, its in pairs if own == its)
-    return common_bytes >= LEAST_COMMON * sum(segment.nbytes for segment in segments)
+    spare_bytes = (1 - LEAST_COMMON) * sum(segment.nbytes for segment in segments)
+    for n, segment in enumerate(segments):
+        spare_bytes -= segment.nbytes if one.store.source(n) != other.store.source(n) else 0
+        if spare_bytes < 0:
+            return False
+    return True
 
 
 def demand_of(family: Sequence[Model], *, whole: bool = False) -> ModelDemand:

@@ -43,7 +43,7 @@ class LanguageDocument(msgspec.Struct, frozen=True):
 
 
 class ModelKey(NamedTuple):
-    """A version of a model. Each has its own partition, programs, queue and statistics."""
+    """A version of a model. Each has its own programs, queue and statistics."""
 
     name: str
     version: int

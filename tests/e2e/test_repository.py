@@ -188,4 +188,5 @@ def test_a_model_whose_plan_cannot_be_bound_at_the_start_does_not_stop_the_other
         (expected,) = archives.eager(GOOD, inputs).values()
         (output,) = infer(server.address, GOOD, inputs).values()
         np.testing.assert_allclose(output, expected, atol=1e-4)
-        assert server.placement.memory.models.keys() == server.placement.memory.partitions.held.keys()
+        memory = server.placement.memory
+        assert {model.partition_id for model in memory.models.values()} == memory.partitions.held.keys()
