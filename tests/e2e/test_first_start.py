@@ -411,7 +411,7 @@ def test_a_profile_is_in_doubt_if_it_is_noisy_or_disagrees(
         assert again
         improved.append(model)
 
-    model = SimpleNamespace(load_id="m.1", key=ModelKey("m", 1), lane=0, is_provisional=False, noise=noise)
+    model = SimpleNamespace(partition_id="m.1", key=ModelKey("m", 1), lane=0, is_provisional=False, noise=noise)
     memory, workers = SimpleNamespace(models={"m.1": model}), SimpleNamespace(release=lambda: None)
     placed: Any = SimpleNamespace(memory=memory, workers=workers)
     lanes: Any = [SimpleNamespace(correction=lambda key: correction)]
