@@ -197,8 +197,8 @@ def test_activations_count_beside_a_workspace_that_other_models_stream_through(
     division: Any = SimpleNamespace(
         partition_bytes=[nbytes << 20 for nbytes in partitions], workspace_bytes=workspace << 20
     )
-    models: list[Any] = [activations(nbytes << 20) for nbytes in sizes]
-    assert decide.Decider._kept_bytes(decider, models, division) == kept * (1 << 20)
+    families: list[Any] = [[activations(nbytes << 20)] for nbytes in sizes]
+    assert decide.Decider._kept_bytes(decider, families, division) == kept * (1 << 20)
     measured = decide.ProcessMemory(400 << 20, 100 << 20, 0, 0, kept_bytes=int(kept) << 20)
     assert measured.models_bytes == (400 - 100 - 44 - int(kept)) // 4 * 4 << 20
 
