@@ -169,7 +169,8 @@ class ModelPlacement:
                 first = not self.is_open
                 decision = await self.decider.decide(models, old, on_progress)
                 # Plan before memory changes: a model without plans must not displace others.
-                found: dict[str, PlansFound] = {}
+                # The models of a family have the same plans, so that their residents have the same addresses.
+                found = {key: family[0].found for key, family in partitions_of(self.memory.models.values()).items()}
                 for done, model in enumerate(models):
                     if model.partition_id in found:
                         model.found = found[model.partition_id]

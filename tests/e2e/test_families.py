@@ -1,5 +1,6 @@
 """Models with one trunk and heads of their own share a partition: they come, go and move, and give their own bits."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ TIGHT = "2.5MiB"
 
 
 class Headed(torch.nn.Module):
-    def __init__(self, head: int) -> None:
+    def __init__(self, head: int, trunk: int = 0) -> None:
         super().__init__()
-        self.trunk = Stack(0)
+        self.trunk = Stack(trunk)
         draws = torch.Generator().manual_seed(100 + head)
         self.head = torch.nn.Parameter(torch.randn(CLASSES, WIDTH, generator=draws) / WIDTH**0.5)
 
@@ -32,9 +33,9 @@ class Headed(torch.nn.Module):
 
 
 @cache
-def archive(head: int, folder: Path) -> bytes:
+def archive(head: int, trunk: int, folder: Path) -> bytes:
     program = torch.export.export(
-        Headed(head).eval(),
+        Headed(head, trunk).eval(),
         (),
         kwargs={"x": torch.zeros(2, WIDTH)},
         dynamic_shapes={"x": {0: Dim("batch", min=1, max=8)}},
@@ -43,10 +44,10 @@ def archive(head: int, folder: Path) -> bytes:
     return (folder / f"{head}.pt2").read_bytes()
 
 
-def put(repository: Path, name: str, head: int, version: int = 1) -> None:
+def put(repository: Path, name: str, head: int, version: int = 1, trunk: int = 0) -> None:
     path = repository / name / str(version) / "model.pt2"
     path.parent.mkdir(parents=True)
-    path.write_bytes(archive(head, repository.parent))
+    path.write_bytes(archive(head, trunk, repository.parent))
 
 
 @pytest.fixture
@@ -171,3 +172,20 @@ def test_a_member_that_cannot_be_loaded_takes_nothing_from_its_family(
 
 def members(server: Running) -> list[Any]:
     return [model for model in server.placement.memory.models.values() if model.key.name in MEMBERS]
+
+
+def test_a_member_has_its_familys_plans_though_a_stranger_of_that_form_has_others(
+    repository: Path, own_cache: Path
+) -> None:
+    """Residents that lie elsewhere would be other members' bytes."""
+    put(repository, "stranger", 4, trunk=9)
+    with controlled(repository, "6.5MiB", own_cache, load_models=("stranger", "b")) as (server, client):
+        server.until_planned()
+        (stranger,) = (m for m in server.placement.memory.models.values() if m.key.name == "stranger")
+        (member,) = members(server)
+        assert member.partition_id != stranger.partition_id
+        stranger.profiles, stranger.found = member.profiles, replace(member.found, searched=False)
+        client.load_model("a")
+        assert len({id(model.found) for model in members(server)}) == 1
+        assert is_right(server, "a", 0)
+        assert is_right(server, "b", 1)
