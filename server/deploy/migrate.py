@@ -203,6 +203,7 @@ class Migrator:
             return
         wanted, in_place = model.found.memory, model.partition_id in memory.partitions.held
         if in_place:
+            assert all(other.plans is model.plans for other in memory.family_of(model))
             extent = memory.partitions.held[model.partition_id]
         else:
             grown = memory.partitions.grow_workspace(wanted.workspace_bytes)

@@ -178,11 +178,11 @@ def test_a_member_has_its_familys_plans_though_a_stranger_of_that_form_has_other
     repository: Path, own_cache: Path
 ) -> None:
     """Residents that lie elsewhere would be other members' bytes."""
-    put(repository, "stranger", 4, trunk=9)
-    with controlled(repository, "6.5MiB", own_cache, load_models=("stranger", "b")) as (server, client):
+    put(repository, "a0", 4, trunk=9)
+    with controlled(repository, "6.5MiB", own_cache, load_models=("a0", "b")) as (server, client):
         server.until_planned()
-        (stranger,) = (m for m in server.placement.memory.models.values() if m.key.name == "stranger")
-        (member,) = members(server)
+        stranger, member = server.placement.memory.models.values()
+        assert (stranger.key.name, member.key.name) == ("a0", "b")
         assert member.partition_id != stranger.partition_id
         stranger.profiles, stranger.found = member.profiles, replace(member.found, searched=False)
         client.load_model("a")
