@@ -176,6 +176,8 @@ class CpuExecutor(Executor):
                 stall_s = self._compute(program, run, frame, restored)
                 if not program.computes:
                     self.settle()  # without ops, nothing has waited for parameters that are outputs
+                elif restored is not None and restored.restores and (exchanged_bytes or program.constants):
+                    self._swap_in.done.wait(max(restored.restores.values()))  # nor for those that no op reads
                 self._raise_if_failed(program, run, restored)
                 for call in program.final_calls:
                     call(frame)

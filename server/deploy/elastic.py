@@ -136,7 +136,8 @@ class Elastic:
             "seconds": round(self._clock() - start_s, 2),
         }
         _log.info("memory was divided again by measured request rates", extra={"fields": fields})
-        self._replanner.begin([models[key] for key in changed if not placement.is_displaced(models[key])])
+        now = partitions_of(placement.memory.models.values())
+        self._replanner.begin([now[key][0] for key in changed if key in now])
 
     def _rates_per_s(self) -> dict[str, float] | None:
         """Return each model's requests per second in the shortest sufficient window; None if there is none yet."""

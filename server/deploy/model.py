@@ -96,8 +96,10 @@ class Model:
         return self.found.searched
 
     @property
-    def graph_fingerprints(self) -> dict[Bucket, str]:
-        return {bucket: graph.fingerprint for bucket, graph in self.lowered.graphs.items()}
+    def planned_as(self) -> tuple[object, ...]:
+        """What its plans and batch sizes depend on: models in which this is equal can be planned as one."""
+        graphs = sorted((bucket, graph.fingerprint) for bucket, graph in self.lowered.graphs.items())
+        return *graphs, self.splits_batches
 
     @property
     def sources(self) -> tuple[Hashable, ...]:
@@ -117,8 +119,14 @@ class Model:
     @property
     def whole_demand(self) -> ModelDemand:
         """Demand from which a division chooses batch sizes. Rows that influence one another cannot be split."""
-        splits = self.lowered.batched and self.lowered.interaction is None and not self.plans_all_batches
-        return ModelDemand(self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s, splits)
+        return ModelDemand(
+            self.lowered.name, self.lowered.graphs, self.profiles, self.rate_per_s, self.splits_batches
+        )
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether an unplanned batch may run as several smaller ones."""
+        return self.lowered.batched and self.lowered.interaction is None and not self.plans_all_batches
 
     @property
     def demand(self) -> ModelDemand:
@@ -179,10 +187,10 @@ def families_of(models: Sequence[Model], lanes: int) -> list[list[Model]]:
     """Group models that are loaded together, in order. With several lanes, a family has a part for each."""
     families: list[list[Model]] = []
     having: dict[Hashable, list[int]] = defaultdict(list)
-    """By graphs and source of a segment: the families whose first member has these."""
+    """By plans and source of a segment: the families whose first member has these."""
     for model in models:
-        graphs = tuple(sorted(model.graph_fingerprints.items()))
-        segments, sources = model.lowered.manifest.segments, [(graphs, source) for source in model.sources]
+        plans, segments = model.planned_as, model.lowered.manifest.segments
+        sources = [(plans, source) for source in model.sources]
         common_bytes: Counter[int] = Counter()
         for segment, source in zip(segments, sources, strict=False):
             for n in having[source]:
@@ -199,7 +207,7 @@ def families_of(models: Sequence[Model], lanes: int) -> list[list[Model]]:
 
 def are_siblings(one: Model, other: Model) -> bool:
     """Whether two models can share a partition. Quick if they cannot, since a load compares all loaded models."""
-    if one.graph_fingerprints != other.graph_fingerprints:
+    if one.planned_as != other.planned_as:
         return False
     segments = one.lowered.manifest.segments
     spare_bytes = (1 - LEAST_COMMON) * sum(segment.nbytes for segment in segments)

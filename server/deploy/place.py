@@ -238,15 +238,22 @@ class ModelPlacement:
     async def replan(self, model: Model, before: Plans, plans: Plans, profiles: dict[Bucket, Profile]) -> bool:
         """Switch a model's family to a full search's plans for its partition, and to the profiles of these plans.
 
-        Returns False if it was displaced or no longer runs `before`. Raises CohabitError; all then keep their plans.
+        Returns False if it was displaced or no longer runs `before`; the model itself may have been unloaded. Raises
+        CohabitError; all then keep their plans and profiles.
         """
         async with self._changing:
-            if model.plans is not before or self.is_displaced(model):
-                return False
             family = self.memory.family_of(model)
+            if not family or family[0].plans is not before:
+                return False
+            kept = [member.profiles for member in family]
             for member in family:
                 member.profiles = profiles
-            await self.migrator.switch(family, plans)
+            try:
+                await self.migrator.switch(family, plans)
+            except BaseException:
+                for member, earlier in zip(family, kept, strict=True):
+                    member.profiles = earlier
+                raise
         return True
 
     async def retire(self, model: Model, timeout_s: float) -> None:

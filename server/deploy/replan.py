@@ -93,8 +93,10 @@ class Replanner:
         """
         placement = self._placement
         await self._until_idle()
-        if model.is_provisional or placement.is_displaced(model):
+        family = placement.memory.family_of(model)
+        if not family or family[0].is_provisional:
             return
+        model = family[0]
         begun, demand = model.found, model.demand
         try:
             while not await in_thread(placement.planner.climb, demand, begun.memory.workspace_bytes):
@@ -234,9 +236,12 @@ class Replanner:
     async def _improve(self, model: Model, *, again: bool) -> None:
         """Search better plans for a model's current partition, and switch to them between two executions.
 
-        After a measurement, the new plans always replace the old ones. Raises CohabitError.
+        After a measurement, the new plans always replace the old ones. If the model was unloaded, another one of its
+        family takes its place. Raises CohabitError.
         """
-        placement, profiles = self._placement, model.profiles
+        placement = self._placement
+        model = next(iter(placement.memory.family_of(model)), model)
+        profiles = model.profiles
         if again or model.is_provisional:
             backend, workers = placement.memory.backend, placement.workers
             profiles = await in_thread(measured_profiles, model, self._config, backend, workers, again=again)

@@ -1,5 +1,6 @@
 """Models with one trunk and heads of their own share a partition: they come, go and move, and give their own bits."""
 
+import threading
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 from torch.export import Dim
 
 from cohabit.loadgen.zoo.exporting import save_model
-from cohabit.server.deploy import lifecycle
+from cohabit.runtime.errors import MemoryExceeded
+from cohabit.server.deploy import lifecycle, replan
 from cohabit.server.errors import LoadFailed
 from tests.support.e2e.serving import Running, serving
 from tests.support.e2e.stacks import WIDTH, Array, Stack, Stacks, X, answer, controlled, is_answer_of, under_load
@@ -188,4 +191,51 @@ def test_a_member_has_its_familys_plans_though_a_stranger_of_that_form_has_other
         client.load_model("a")
         assert len({id(model.found) for model in members(server)}) == 1
         assert is_right(server, "a", 0)
+        assert is_right(server, "b", 1)
+
+
+def test_a_switch_that_fails_leaves_profiles_with_their_plans_so_that_members_can_join(
+    repository: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise MemoryExceeded("no memory for it")
+
+    with controlled(repository, TIGHT, own_cache, load_models=("a", "b")) as (server, client):
+        server.until_planned()
+        first, second = members(server)
+        measured = {bucket: structs.replace(p, noise=p.noise + 0.01) for bucket, p in first.profiles.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(server.placement.memory, "bind", fails)
+            with pytest.raises(MemoryExceeded):
+                server.on_loop(server.placement.replan(first, first.plans, first.plans, measured))
+        client.load_model("c")
+        for head, name in enumerate("abc"):
+            assert is_right(server, name, head)
+        assert first.profiles == second.profiles != measured
+
+
+def test_plans_that_are_found_after_the_first_member_has_left_are_the_others(
+    repository: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replan, "_is_better", lambda *_: True)
+    with controlled(repository, TIGHT, own_cache, load_models=("a", "b")) as (server, client):
+        server.until_planned()
+        first, second = members(server)
+        for member in (first, second):
+            member.found = replace(member.found, searched=False)
+        planner, searching, left = server.placement.planner, threading.Event(), threading.Event()
+        best_plans = planner.best_plans
+
+        def late(*arguments: Any) -> Any:
+            searching.set()
+            assert left.wait(60)
+            return best_plans(*arguments)
+
+        monkeypatch.setattr(planner, "best_plans", late)
+        server.loop.call_soon_threadsafe(server.replanner.begin, [first, second])
+        assert searching.wait(60)
+        client.unload_model("a")
+        left.set()
+        server.until_planned()
+        assert second.searched
         assert is_right(server, "b", 1)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from cohabit.loadgen.zoo.exporting import save_model
 from cohabit.planner.plan import Plan
 from cohabit.planner.shapes import Bucket
 from cohabit.runtime.backend import Backend
@@ -19,6 +20,7 @@ from cohabit.runtime.errors import DeviceError
 from cohabit.runtime.lowering.lower import Lowered, lower
 from cohabit.runtime.measure.profile import resident_plan
 from cohabit.runtime.memory import Copy
+from cohabit.runtime.stores.host import LimitedStore, Links, RamStore
 from tests.runtime.test_executor import evicting_plan
 from tests.support.runtime import models
 from tests.support.runtime.backends import (
@@ -222,3 +224,40 @@ def test_a_failed_exchange_is_an_error_of_its_run_at_most(
             for member, program in enumerate(programs):
                 assert family.is_right(member, program)
         assert failed
+
+
+class WithTable(torch.nn.Module):
+    """An output is a parameter that no op reads."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = torch.nn.Linear(64, 64)
+        self.table = torch.nn.Parameter(torch.full((3, 1 << 18), float(number)))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.table
+
+
+def test_a_parameter_that_is_only_an_output_is_the_members_own(tmp_path: Path) -> None:
+    """Its copy is on its way when the last op has ended."""
+    made = []
+    for number in range(2):
+        archive = tmp_path / str(number) / "model.pt2"
+        archive.parent.mkdir()
+        program = torch.export.export(WithTable(number).eval(), (), kwargs={"x": torch.zeros(3, 64)})
+        save_model(program, archive, {})
+        made.append(lower(archive, f"table{number}", [3], tmp_path / "cache"))
+    with opened(cpu, made[0]) as bench:
+        plan = with_room(resident_plan(made[0].graphs[Bucket(3)]), ROOM_BYTES)
+        bases, links, programs = Bases(0, plan.memory.partition_bytes), Links(), []
+        for lowered in made:
+            store: Any = RamStore(lowered.weights_path, lowered.manifest)
+            late: Any = LimitedStore(store, 1e9, links)
+            program = bench.backend.build(lowered, plan, None, bench.arena, bases, late)
+            programs.append(replace(program, name="family"))
+        bench.executor.load(programs[0])
+        for number in (1, 0, 1, 1, 0):
+            outputs = bench.executor.run(programs[number], made[number].examples(Bucket(3))).outputs
+            (table,) = (output for output in outputs if output.shape[1] == 1 << 18)
+            assert bool((table == number).all())

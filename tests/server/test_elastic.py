@@ -41,7 +41,6 @@ class FakePlacement:
         self.planner = SimpleNamespace(
             first_plans_by_size=lambda demand, workspace: [(plans(size), False) for size in SIZES]
         )
-        self.is_displaced = lambda model: model not in self.models.values()
         self.improved: list[Any] = []
         self.sizes: list[dict[str, int]] = []
         """After each division."""

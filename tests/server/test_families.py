@@ -23,6 +23,8 @@ def model(contents: Sequence[object], graph: str = "g", saved: int = 0) -> Model
         manifest=SimpleNamespace(segments=segments, tables=tables),
         graphs={Bucket(1): SimpleNamespace(fingerprint=graph)},
         weight_bytes=sum(SIZES) + TABLE + saved,
+        batched=True,
+        interaction=None,
     )
     store: Any = SimpleNamespace(source=lambda n: contents[n])
     made.lowered, made.store = lowered, store
@@ -50,12 +52,20 @@ def test_a_member_has_the_graphs_and_nine_tenths_of_the_weights_of_its_familys_f
     for family in families:
         first, *others = family
         for other in others:
-            assert other.graph_fingerprints == first.graph_fingerprints
+            assert other.planned_as == first.planned_as
             assert common_bytes(first, other) >= LEAST_COMMON * sum(SIZES)
             assert are_siblings(first, other)
     firsts = [family[0] for family in families]
     for n, one in enumerate(firsts):
         assert not any(are_siblings(other, one) for other in firsts[:n]), "it began a family for want of one"
+
+
+def test_models_whose_rows_interact_are_planned_apart_from_others() -> None:
+    """Batches of the others may be split; graphs do not say what an op computes along which dimension."""
+    one, mixing = model("abcdet"), model("abcdet")
+    mixing.lowered.interaction = "rows interact"  # type: ignore[misc,assignment]
+    assert not are_siblings(one, mixing)
+    assert families_of([one, mixing], lanes=1) == [[one], [mixing]]
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 3])
