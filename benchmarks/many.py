@@ -199,7 +199,7 @@ def compared(repository: Repository, log: Path) -> list[dict[str, str]]:
 
 
 def _load(rate_per_s: float) -> Load:
-    return Load(rate_per_s=rate_per_s, duration_s=LOAD_S, warmup_s=1.0, zipf=ZIPF)
+    return Load(rate_per_s=rate_per_s, duration_s=LOAD_S, warmup_s=2.0, zipf=ZIPF)
 
 
 def _seconds(call: Callable[..., object], *arguments: object) -> float:

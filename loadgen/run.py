@@ -26,6 +26,8 @@ from cohabit.loadgen.processes import run_in_processes
 from cohabit.loadgen.report import Report, RunDescription, make_report
 from cohabit.loadgen.server_times import Counters, ServerTimes, lane_share_between, read_counters, times_between
 
+_LEAD_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class SentLoad:
@@ -128,11 +130,14 @@ async def _completed(client: Client, load: Load, trace: Sequence[RequestArrival]
 
 @contextlib.asynccontextmanager
 async def _counters_at(after_s: float, client: Client) -> AsyncIterator[list[Counters]]:
-    """Read the server's counters at the end of the warm-up; until then the list is empty."""
+    """Read the server's counters up to a second before the end of the warm-up; until then the list is empty.
+
+    Reading those of a thousand models delays requests for half a second.
+    """
     found: list[Counters] = []
 
     async def read() -> None:
-        await asyncio.sleep(after_s)
+        await asyncio.sleep(after_s - min(_LEAD_S, after_s / 2))
         found.append(await read_counters(client))
 
     if after_s == 0:
