@@ -73,9 +73,9 @@ class Residence:
     @staticmethod
     def of(name: str, residents: Sequence[SwapStep]) -> "Residence":
         """Return the only residence of this name and these places."""
-        key = name, tuple((s.tensor, s.offset) for s in residents)
+        places = tuple((step.tensor, step.offset) for step in residents)
         with _finding:
-            return _residences.setdefault(key, Residence(*key))
+            return _residences.setdefault((name, places), Residence(name, places))
 
 
 _residences: WeakValueDictionary[tuple[str, tuple[tuple[int, int], ...]], Residence] = WeakValueDictionary()

@@ -113,6 +113,7 @@ def test_a_path_that_is_no_text_does_not_end_the_port(server: Ports) -> None:
     for _ in range(3):
         grpc_call(server, b"/inference.\xff\xfe/ServerLive")
         eventually(lambda: is_live(server))
+    assert is_live(server)
 
 
 def test_calls_of_others_do_not_take_the_slots_of_health(monkeypatch: pytest.MonkeyPatch) -> None:

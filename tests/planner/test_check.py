@@ -1,7 +1,7 @@
 """The checker accepts a plan written by hand, and names what is wrong with every way to break it."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -12,6 +12,7 @@ from cohabit.planner.errors import FingerprintMismatch, InvalidPlan
 from cohabit.planner.graph import Graph, Op, Tensor
 from cohabit.planner.memory import Memory, single_budget
 from cohabit.planner.plan import Address, Compute, Drop, Placement, Plan, Step, SwapIn, SwapOut
+from cohabit.planner.profile import Profile
 from tests.support.planner.graphs import PAGE, chain, hand_written_plan, profile_of
 from tests.support.planner.reference import peak_bytes
 
@@ -138,9 +139,18 @@ BROKEN = {
 }
 
 
+def violations(graph: Graph, profile: Profile | None, plan: Plan) -> Sequence[str]:
+    """What the checker says against a plan; nothing if it may run."""
+    try:
+        check(graph, profile, plan)
+    except InvalidPlan as error:
+        return error.violations
+    return []
+
+
 def test_hand_written_plan_may_run() -> None:
-    check(GRAPH, PROFILE, PLAN)
-    check(GRAPH, None, PLAN)
+    assert violations(GRAPH, PROFILE, PLAN) == []
+    assert violations(GRAPH, None, PLAN) == []
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -185,7 +195,7 @@ def test_waits_are_transitive() -> None:
             Compute(2, after=(6,)),
         ),
     )
-    check(GRAPH, PROFILE, plan)
+    assert violations(GRAPH, PROFILE, plan) == []
 
 
 def test_bytes_of_an_op_s_scratch_are_free_once_it_has_ended() -> None:
@@ -222,7 +232,7 @@ def test_a_step_that_takes_no_bytes_is_not_asked_for_room() -> None:
         Compute(0), SwapOut(2, (0,)), Drop(2), SwapIn(3, None, (1,)), Compute(1), Drop(1), SwapIn(2), Compute(2, (6,)),
     )  # fmt: skip
     plan = Plan(graph.fingerprint, "", single_budget(192), 192, (Placement(0),), steps)
-    check(graph, None, plan)
+    assert violations(graph, None, plan) == []
 
 
 def test_recomputation_is_allowed() -> None:
@@ -230,7 +240,10 @@ def test_recomputation_is_allowed() -> None:
     graph = chain([PAGE, PAGE])
     residents = tuple(Placement(i, at("partition", i * PAGE)) for i in range(2))
     steps = (Compute(0), Drop(3), Compute(0), Drop(2), Compute(1), Drop(3))
-    check(graph, None, Plan(graph.fingerprint, "", Memory(2 * PAGE, 2 * PAGE), 2 * PAGE, residents, steps))
+    assert (
+        violations(graph, None, Plan(graph.fingerprint, "", Memory(2 * PAGE, 2 * PAGE), 2 * PAGE, residents, steps))
+        == []
+    )
 
 
 def test_empty_tensors_overlap_nothing() -> None:
@@ -238,7 +251,7 @@ def test_empty_tensors_overlap_nothing() -> None:
     inside = at("partition", 0)
     residents = (Placement(0, inside), Placement(1, inside))
     steps = (Compute(0), Drop(2), Compute(1), Drop(3))
-    check(graph, None, Plan(graph.fingerprint, "", Memory(0, PAGE), 0, residents, steps))
+    assert violations(graph, None, Plan(graph.fingerprint, "", Memory(0, PAGE), 0, residents, steps)) == []
 
 
 def test_resident_that_came_back_may_leave_again_before_an_op_reads_it() -> None:
@@ -246,7 +259,7 @@ def test_resident_that_came_back_may_leave_again_before_an_op_reads_it() -> None
     graph = chain([PAGE])
     plan = Plan(graph.fingerprint, "", single_budget(3 * PAGE), 3 * PAGE, (Placement(0),), ())
     away_and_back = (Drop(0), SwapIn(0, None, (0,)))
-    check(graph, None, replace(plan, steps=(Compute(0), *away_and_back, *away_and_back)))
+    assert violations(graph, None, replace(plan, steps=(Compute(0), *away_and_back, *away_and_back))) == []
     with pytest.raises(InvalidPlan, match="no op has read the tensor yet"):
         check(graph, None, replace(plan, steps=(Drop(0), SwapIn(0), Compute(0, (1,)))))
 
@@ -277,13 +290,13 @@ def test_an_op_that_reads_a_number_comes_before_those_that_may_take_it() -> None
     def plan(*order: int) -> Plan:
         return Plan(graph.fingerprint, "", Memory(3 * PAGE), 3 * PAGE, (), tuple(Compute(op) for op in order))
 
-    check(graph, None, plan(0, 1))
+    assert violations(graph, None, plan(0, 1)) == []
     with pytest.raises(InvalidPlan, match="runs before item, whose number it may take"):
         check(graph, None, plan(1, 0))
 
 
 def test_an_in_place_op_stays_between_those_that_use_its_tensor() -> None:
-    check(in_place_graph(), None, in_place_plan((0, 1, 2, 3)))
+    assert violations(in_place_graph(), None, in_place_plan((0, 1, 2, 3))) == []
     for order in ((0, 2, 1, 3), (0, 1, 3, 2), (0, 1, 2, 2, 3)):
         with pytest.raises(InvalidPlan, match="has been changed in place"):
             check(in_place_graph(), None, in_place_plan(order))
@@ -325,7 +338,7 @@ def test_a_parameter_that_is_an_output_is_there_when_the_last_op_ends_and_no_lon
     tensors = (Tensor("W", 64, "parameter"), Tensor("X", 64, "input"), Tensor("Y", 64, "activation"))
     graph = Graph("output", 1, "", tensors, (Op("make", "t", (1,), (2,)),), (0, 2))
     plan = Plan(graph.fingerprint, "", single_budget(192), 192, (), ())
-    check(graph, None, replace(plan, steps=(SwapIn(0), Compute(0, (0,)), Drop(0))))
+    assert violations(graph, None, replace(plan, steps=(SwapIn(0), Compute(0, (0,)), Drop(0)))) == []
     for steps in ((SwapIn(0), Drop(0), Compute(0, (0,))), (Compute(0), SwapIn(0)), (SwapIn(0), Compute(0))):
         with pytest.raises(InvalidPlan, match="output W is not in memory when the last op ends"):
             check(graph, None, replace(plan, steps=steps))

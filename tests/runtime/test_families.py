@@ -89,7 +89,7 @@ class Family:
     expected: Sequence[torch.Tensor]
 
     def bound(self, plan: Plan, name: str, at: int = 0) -> list[Program]:
-        """Return a program of each member, of which none is loaded."""
+        """Return a program of each member. None is loaded."""
         backend: Backend = self.bench.backend
         roomy = with_room(plan, ROOM_BYTES)
         bases = Bases(at, at + roomy.memory.partition_bytes)

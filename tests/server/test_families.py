@@ -32,7 +32,7 @@ def model(contents: Sequence[object], graph: str = "g", saved: int = 0) -> Model
 
 
 def drawn(draws: random.Random, trunks: int) -> Model:
-    """A model on one of a few trunks, of which some segments are its own."""
+    """A model on one of a few trunks; some segments are its own."""
     trunk, own = draws.randrange(trunks), draws.randrange(1 << len(SIZES)) & draws.randrange(1 << len(SIZES))
     contents: list[object] = [object() if own >> n & 1 else (trunk, n) for n in range(len(SIZES))]
     return model([*contents, draws.choice(["a table", object()])], draws.choice("gggh"))
