@@ -182,8 +182,7 @@ class CpuExecutor(Executor):
                 for call in program.final_calls:
                     call(frame)
                 outputs = [_output(program, frame, slot, inputs) for slot in program.output_slots]
-            if exchanged_bytes:
-                self._contents[program.residence] = program.contents
+            self._contents[program.residence] = program.contents
         except DeviceError as error:
             self._note_loss(error)
             raise

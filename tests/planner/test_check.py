@@ -240,10 +240,8 @@ def test_recomputation_is_allowed() -> None:
     graph = chain([PAGE, PAGE])
     residents = tuple(Placement(i, at("partition", i * PAGE)) for i in range(2))
     steps = (Compute(0), Drop(3), Compute(0), Drop(2), Compute(1), Drop(3))
-    assert (
-        violations(graph, None, Plan(graph.fingerprint, "", Memory(2 * PAGE, 2 * PAGE), 2 * PAGE, residents, steps))
-        == []
-    )
+    plan = Plan(graph.fingerprint, "", Memory(2 * PAGE, 2 * PAGE), 2 * PAGE, residents, steps)
+    assert violations(graph, None, plan) == []
 
 
 def test_empty_tensors_overlap_nothing() -> None:
